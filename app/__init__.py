@@ -1,1 +1,1 @@
-"""COMPOSES: configuration, the Serve application, the client, the command line and the benchmarks."""
+"""Composition: configuration, the Serve application, the client and the command line."""

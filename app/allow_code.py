@@ -1,5 +1,5 @@
-"""The option `--allow-code PACKAGE` of commands that read a configuration. Its packages go with the file to the
-service.
+"""The option `--allow-code PACKAGE` of commands that read a configuration. Its packages are sent to the service with
+the file.
 """
 
 import click
@@ -19,4 +19,4 @@ allow_code_option = click.option(
     "--allow-code", multiple=True, metavar="PACKAGE", expose_value=False, is_eager=True, callback=_allow,
     help="Allow policies of this package by dotted path. Repeatable.",
 )  # fmt: skip
-"""Makes no argument of the command: `allow_code` has been called before the command runs."""
+"""Adds no argument to the command: `allow_code` is called before the command runs."""

@@ -1,6 +1,6 @@
-"""`build(args)`: the Serve application, Coordinator -> Engine -> Drafter. What `import_path` of `serve.yaml` names.
+"""`build(args)`: the Serve application, Coordinator -> Engine -> Drafter. `import_path` of `serve.yaml` names it.
 
-Invariant: none is built on a cluster whose calls need no token, unless the configuration says that this is meant.
+Invariant: none is built on a cluster whose calls need no token, unless the configuration allows it.
 """
 
 from ray.serve import Application
@@ -16,13 +16,13 @@ from tailrace.deployments.token_mode import require_token_mode
 
 
 def build(args: AppArgs) -> Application:
-    """The application with its defaults; `serve deploy` lays the file's `deployments` over them."""
+    """Returns the application with its defaults; `serve deploy` applies the file's `deployments` over them."""
     engine, drafter = Engine.options(num_replicas=2), Drafter.options(num_replicas=1)
     return _bind(args, Coordinator.options(ray_actor_options={"num_cpus": 0}), engine, drafter)
 
 
 def build_from_file(file: ServeFile) -> Application:
-    """The application with the settings of a whole file, for `serve.run` in a driver."""
+    """Returns the application with the settings of a whole file, for `serve.run` in a driver."""
     made = [
         deployment.options(**file.application.of(name).model_dump(exclude_none=True))
         for name, deployment in (("Coordinator", Coordinator), ("Engine", Engine), ("Drafter", Drafter))

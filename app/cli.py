@@ -43,7 +43,9 @@ COMMANDS = {
 VIEWS = "logs", "status", "top"
 LAB = "board", "compare", "demo", "fuzz", "pool", "simulate", "simulate-training", "soak", "timeline", "verify"
 PLACES = dict.fromkeys(VIEWS, "app/commands/views") | dict.fromkeys(LAB, "lab/commands")
-"""Folders of the commands that show a service, and of those that simulate, check or draw; others: `app/commands`."""
+"""Folders of the commands that show a service, and of those that simulate, check or draw; the others are in
+`app/commands`.
+"""
 
 
 class LazyGroup(click.Group):
@@ -69,7 +71,7 @@ class LazyGroup(click.Group):
 
 
 def version() -> str:
-    """The installed version of the package, or `unknown` where it runs uninstalled."""
+    """Returns the installed version of the package, or `unknown` if it runs uninstalled."""
     try:
         return metadata.version("tailrace")
     except metadata.PackageNotFoundError:
@@ -83,7 +85,7 @@ def main():
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad input. Every error is one line on stderr."""
+    """Runs a command. Returns its exit code: 0 done, 1 failed, 2 bad input. Every error is one line on stderr."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: started processes are stopped
     try:
         return _main(arguments)
@@ -99,7 +101,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str] | None) -> int:
-    """Run click's command. Raises MissingExtra if an extra's package is not installed."""
+    """Runs click's command. Raises MissingExtra if an extra's package is not installed."""
     try:
         return main(arguments, prog_name="tailrace", standalone_mode=False) or 0
     except ModuleNotFoundError as error:
@@ -109,5 +111,5 @@ def _main(arguments: list[str] | None) -> int:
 
 
 def main_exit() -> None:
-    """The `tailrace` command."""
+    """Runs the `tailrace` command."""
     sys.exit(run())

@@ -1,6 +1,6 @@
-"""A running service for one command: on a cluster that is there, or on a local one made for it and taken down again.
+"""A running service for one command: on an existing cluster, or on a local one made for it and shut down again.
 
-Invariant: what was started here is stopped here, also after an error or Ctrl-C; a cluster that was there stays.
+Invariant: processes started here are stopped here, also after an error or Ctrl-C; an existing cluster stays.
 """
 
 import logging
@@ -25,7 +25,7 @@ from tailrace.policies.families.allowed_code import added_code
 
 @contextmanager
 def service(file: ServeFile, address: str | None) -> Iterator[RolloutClient]:
-    """A client of the service: at `address` (auto, or host:port), or of a local cluster when it is None."""
+    """Yields a client of the service: at `address` (auto, or host:port), or of a local cluster if it is None."""
     if address is not None:
         yield connect(address, file.application.name)
         return
@@ -35,28 +35,30 @@ def service(file: ServeFile, address: str | None) -> Iterator[RolloutClient]:
 
 
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""A cluster of one machine: with the first, Ray 2.60 calls its node 127.0.0.1 and listens there alone; without it
-raylet, GCS and every worker listen on all interfaces (seen with `ss -ltn`). Serve's replica port still does."""
+"""Settings for a cluster of one machine. With the first, Ray 2.60 calls its node 127.0.0.1 and listens there alone;
+without it raylet, GCS and every worker listen on all interfaces (seen with `ss -ltn`). Serve's replica port still does.
+"""
 
 
 def keep_token_private(environment: Mapping[str, str]) -> None:
-    """Make the file of Ray's token readable to its owner alone: Ray 2.60 makes it readable to all users."""
+    """Makes the file of Ray's token readable to its owner alone: Ray 2.60 makes it readable to all users."""
     path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if path.exists() and path.stat().st_uid == os.getuid():
         path.chmod(0o600)
 
 
 DEPLOY_S = 600.0
-"""Max wait for a deployment in progress: a large model takes minutes to load."""
+"""Maximum seconds to wait for a deployment in progress: a large model takes minutes to load."""
 
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Where Ray notes the address that `auto` means."""
+"""File in which Ray records the address that `auto` means."""
 
 
 def connect(address: str = "auto", app_name: str = "tailrace", role: Role | str = Role.TRAINER) -> RolloutClient:
-    """A client of the service on a running cluster: `auto`, or host:port of its head. `role`: see `RolloutClient`.
+    """Returns a client of the service on a running cluster: `auto`, or host:port of its head. `role`: see
+    `RolloutClient`.
 
-    Uses this process's Ray connection if there is one; else makes one, which wants the call to come before the first
+    Uses this process's Ray connection if there is one; else makes one, which requires the call to come before the first
     import of ray. Raises ConnectionError if no cluster or no such application answers, TimeoutError if the application
     is still being deployed after DEPLOY_S, ValueError if Ray is connected to another cluster than `address`.
     """
@@ -74,7 +76,7 @@ def _ray_is_connected() -> bool:
 
 
 def _check_same_cluster(address: str) -> None:
-    """Raise OtherCluster if `address` is not the connected cluster's. `auto` is always it.
+    """Raises OtherCluster if `address` is not the connected cluster's. `auto` is always it.
 
     A loopback host matches every host: a head's own driver may call it either way, and the port tells clusters apart.
     """
@@ -101,7 +103,7 @@ def _connect_ray(address: str) -> None:
 
 
 def _await_application(address: str, app_name: str) -> None:
-    """Wait while the application is being deployed, for DEPLOY_S at most."""
+    """Waits while the application is being deployed, at most DEPLOY_S."""
     from ray import serve
 
     deadline = time.monotonic() + DEPLOY_S
@@ -165,7 +167,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
 
 
 def _deploy(file: ServeFile) -> None:
-    """On the cluster that this process is connected to; returns when the application runs."""
+    """Deploys on the cluster that this process is connected to. Returns when the application runs."""
     if file.application.autoscaling_policy is not None or len(file.applications) > 1:  # Serve's declarative way alone
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
@@ -187,7 +189,9 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """The file as Serve takes it: keys without a value are left out, but null is one in our `args` and as our route."""
+    """Returns the file in Serve's form: keys without a value are left out, but null is a value in our `args` and as our
+    route.
+    """
     found = file.model_dump(mode="json", exclude_none=True)
     for place, application in enumerate(file.applications):
         if application is file.application:
@@ -200,6 +204,6 @@ def declared(file: ServeFile) -> dict:
 
 
 def _reason(report: str) -> str:
-    """The last line with a reason in Serve's report of a failed deployment."""
+    """Returns the last line with a reason in Serve's report of a failed deployment."""
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"

@@ -1,4 +1,4 @@
-"""`serve.yaml` as a strict model: Serve itself ignores what it does not know, so a typo must end here.
+"""`serve.yaml` as a strict model: Serve itself ignores unknown keys, so a typo must be found here.
 
 Invariant: a file that loads has no unknown key anywhere, and every value is in range. Errors are BadInput, one line,
 with the dotted key. Called by every command that starts or reaches the service, and by `app.build`.
@@ -33,7 +33,7 @@ ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 
 
 class AppArgs(StrictModel):
-    """What the application builder takes: `applications[0].args`."""
+    """Arguments of the application builder: `applications[0].args`."""
 
     engine: EngineConfig = EngineConfig(model="demo")
     pool: PoolConfig | None = Field(PoolConfig(), description="null: every move recomputes")
@@ -60,7 +60,7 @@ class AppArgs(StrictModel):
 
 
 def _settings(name: str, item: Any) -> CoordinatorSettings | EngineSettings | DrafterSettings:
-    """Raises KeyedError, whose key begins with the deployment's name."""
+    """Returns a deployment's settings. Raises KeyedError, whose key begins with the deployment's name."""
     try:
         return SETTINGS[name].model_validate(item)
     except ValidationError as error:
@@ -72,7 +72,7 @@ OURS = "tailrace.app.build:build"
 
 
 class OtherApplication(BaseModel):
-    """Somebody else's application in the same file. All its keys pass to Serve unchanged."""
+    """Another application in the same file. All its keys are passed to Serve unchanged."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     name: str
@@ -92,7 +92,7 @@ class Application(StrictModel):
     @field_validator("deployments", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        """Pick each deployment's model by its name, so that errors speak of the one that was meant."""
+        """Selects each deployment's model by its name, so that errors concern the intended one."""
         if not isinstance(value, list | tuple) or not all(isinstance(item, dict | BaseModel) for item in value):
             raise ValueError("give a list of deployments, each with its keys, such as [{name: Engine}]")
         names = [item.get("name") if isinstance(item, dict) else item.name for item in value]
@@ -105,7 +105,7 @@ class Application(StrictModel):
 
     @model_validator(mode="after")
     def _elastic(self):
-        """Autoscaling is there with all its parts, which agree, or not at all."""
+        """Checks autoscaling: all its parts are given and agree, or none is given."""
         coordinator, engine = self.of("Coordinator"), self.of("Engine")
         limits, scaling = coordinator.user_config.replicas, engine.autoscaling_config
         parts = {
@@ -154,14 +154,14 @@ class Application(StrictModel):
         return self
 
     def of(self, name: Literal["Coordinator", "Engine", "Drafter"]):
-        """The settings of one deployment, the defaults where the file has none."""
+        """Returns the settings of one deployment, with defaults if the file has none."""
         return next((d for d in self.deployments if d.name == name), SETTINGS[name](name=name))
 
 
 class ServeFile(StrictModel):
     """A whole `serve.yaml`: Tailrace, its gateway for HTTP, and other applications if there are any.
 
-    `proxy_location`: other than Disabled with a gateway alone; drivers use Python handles.
+    `proxy_location`: other than Disabled only with a gateway; drivers use Python handles.
     """
 
     proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "Disabled"
@@ -178,7 +178,7 @@ class ServeFile(StrictModel):
     @field_validator("applications", mode="before")
     @classmethod
     def _by_import_path(cls, value: Any) -> Any:
-        """Pick each application's model by its import_path, so that errors speak of the right one."""
+        """Selects each application's model by its import_path, so that errors concern the right one."""
         if not isinstance(value, (list, tuple)):
             return value
         found = [_application(place, item) for place, item in enumerate(value)]
@@ -193,12 +193,12 @@ class ServeFile(StrictModel):
 
     @property
     def gateway(self) -> GatewayApplication | None:
-        """The gateway among the applications."""
+        """Returns the gateway among the applications."""
         return next((item for item in self.applications if isinstance(item, GatewayApplication)), None)
 
     @property
     def application(self) -> Application:
-        """Ours among the applications."""
+        """Returns Tailrace's application."""
         return next(item for item in self.applications if isinstance(item, Application))
 
 
@@ -215,7 +215,7 @@ def _application(place: int, item: Any) -> Application | OtherApplication:
 
 
 def load_config(path: Path = DEFAULT_CONFIG) -> ServeFile:
-    """Read and check a configuration file. Raises BadInput that names file and key."""
+    """Reads and checks a configuration file. Raises BadInput that names file and key."""
     try:
         data = read_yaml(path)
     except OSError as error:
@@ -229,7 +229,7 @@ def load_config(path: Path = DEFAULT_CONFIG) -> ServeFile:
 
 
 def key_and_message(error: ValidationError, model: type[BaseModel] | None) -> tuple[str, str]:
-    """The first complaint about a value of `model`: its dotted key, and the fault with its mend."""
+    """Returns the first error about a value of `model`: its dotted key, and the fault with its remedy."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
@@ -243,14 +243,15 @@ def key_and_message(error: ValidationError, model: type[BaseModel] | None) -> tu
 
 
 def first_error(error: ValidationError, model: type[BaseModel] | None = None) -> str:
-    """The first of a model's complaints as one line: dotted key, fault, mend."""
+    """Returns the first of a model's errors as one line: dotted key, fault, remedy."""
     key, message = key_and_message(error, model)
     return f"{key or 'file'}: {message}"
 
 
 def with_engine(file: ServeFile, changes: dict) -> ServeFile:
-    """The configuration with other engine settings, and with history in memory alone, so that no stored answers are
-    deleted."""
+    """Returns the configuration with other engine settings, and with history in memory only, so that no stored answers
+    are deleted.
+    """
     application = file.application
     args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
     if args.context is not None:

@@ -1,6 +1,6 @@
 """The deployments' settings in `serve.yaml`, as strict models: Serve's own keys, and ours in `user_config`.
 
-Invariant: an unknown key is an error; a key of Serve's passes to it unchanged. Used by `app.config` alone.
+Invariant: an unknown key is an error; a key of Serve's is passed on unchanged. Used by `app.config` alone.
 """
 
 from typing import Any, Literal
@@ -17,14 +17,14 @@ class StrictModel(BaseModel):
 
 
 class ReplicaLimits(StrictModel):
-    """Engine replicas that there may be; how many there are, `policies.tail` decides."""
+    """Minimum and maximum number of engine replicas; `policies.tail` decides the number."""
 
     min: int = Field(ge=0)
     max: int = Field(ge=1)
 
 
 class UserConfig(StrictModel):
-    """What may change without a restart."""
+    """Settings that may change without a restart."""
 
     allowed_code: tuple[str, ...] = Field(
         (),
@@ -38,7 +38,7 @@ class UserConfig(StrictModel):
     @field_validator("allowed_code")
     @classmethod
     def _allow(cls, packages: tuple[str, ...]) -> tuple[str, ...]:
-        """Allow the file's packages, before its policies are read; those of the command line go with them."""
+        """Allows the file's packages before its policies are read, with those of the command line."""
         allow_code(*packages)
         return added_code()
 
@@ -73,7 +73,8 @@ class ActorOptions(StrictModel):
 
 
 class ServeKeys(StrictModel):
-    """Keys of Serve's DeploymentSchema (Ray 2.60) that every deployment takes and that pass to Serve as they are.
+    """Keys of Serve's DeploymentSchema (Ray 2.60) that every deployment accepts and that are passed to Serve as they
+    are.
 
     Not among them: `request_router_config` (calls are addressed by replica id), `gang_scheduling_config`,
     `backpressure_config` and `deployment_actors`.
@@ -118,7 +119,7 @@ class EngineSettings(ServeKeys):
 
 
 def counted(data: Any, replicas: int) -> Any:
-    """Settings with this many replicas, where they say neither a number nor autoscaling."""
+    """Returns settings with this many replicas, if they have neither a number nor autoscaling."""
     if isinstance(data, dict) and data.get("autoscaling_config") is None and data.get("num_replicas") is None:
         return {**data, "num_replicas": replicas}
     return data

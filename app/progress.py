@@ -28,7 +28,7 @@ class RolloutProgress:
         self._task = self._bar.add_task("starting", total=samples)
 
     async def follow(self) -> None:
-        """Until cancelled."""
+        """Follows the batch until cancelled."""
         with self._bar:
             while True:
                 self._show(await self._client.status())

@@ -25,5 +25,5 @@ UNWATCHED = FRUGAL | {
 
 
 def unset(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of the settings that the environment leaves open."""
+    """Returns the settings that the environment does not set."""
     return {name: value for name, value in settings.items() if name not in environment}

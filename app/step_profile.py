@@ -1,7 +1,7 @@
 """The cost of a step of the configured engine: by chunks, draft tokens and context, and by prompt tokens.
 
-One engine in a process of its own, without service or pool. Wrong drafts are verified, so that every step of a point
-computes as many tokens; the median step counts. Called by `tailrace profile`.
+One engine in a separate process, without service or pool. Wrong drafts are verified, so that every step of a point
+computes the same number of tokens; the median step counts. Called by `tailrace profile`.
 """
 
 import os
@@ -21,14 +21,16 @@ STEPS = 8
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 DRAFTS = (0, 1, 3, 7, 15)
 MOST_TOKENS = 128
-"""Of a step; the cost beyond is a line."""
+"""Maximum tokens of a step; the cost beyond is a line."""
 
 CONTEXTS = (32, 512, 2048)
 PROMPTS = (32, 128, 512, 1024)
 
 
 def points(max_running: int, max_context: int, drafts: Sequence[int] = DRAFTS) -> list[tuple[int, int, int]]:
-    """(chunks, draft tokens of each, context tokens of each): the grid, and two points more per longer context."""
+    """Returns (chunks, draft tokens of each, context tokens of each): the grid, and two more points per longer
+    context.
+    """
     chunks = [count for count in CHUNKS if count <= max_running]
     grid = [(c, d, CONTEXTS[0]) for c in chunks for d in drafts if c * (1 + d) <= MOST_TOKENS]
     long = [context for context in CONTEXTS[1:] if context + STEPS * 2 < max_context]
@@ -36,7 +38,9 @@ def points(max_running: int, max_context: int, drafts: Sequence[int] = DRAFTS) -
 
 
 def measure(config: EngineConfig, say: Callable[[str], None], drafts: Sequence[int] = DRAFTS) -> dict:
-    """Milliseconds of each point, of prompts, and a fit: base + tokens * per token + context read * per token of it."""
+    """Returns milliseconds of each point, of prompts, and a fit: base + tokens * per token + context read * per token
+    of it.
+    """
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=(config,)) as process:
         try:
             say(f"starting {config.model}")
@@ -54,7 +58,9 @@ def measure(config: EngineConfig, say: Callable[[str], None], drafts: Sequence[i
 
 
 def fit(steps: list[dict]) -> dict[str, float]:
-    """Least squares of step = base + per_token * tokens + per_context_token * chunks * context, relative errors."""
+    """Returns least squares of step = base + per_token * tokens + per_context_token * chunks * context, relative
+    errors.
+    """
     import numpy as np
 
     tokens = np.array([s["chunks"] * (1 + s["draft_tokens"]) for s in steps])
@@ -70,8 +76,9 @@ def fit(steps: list[dict]) -> dict[str, float]:
 
 
 def planner_step(fit: dict[str, float], context_tokens: int, drafts: bool) -> dict[str, float]:
-    """Seconds of a step at a mean context, by the names that `policies.draft_models` has for them: of a draft model, of
-    which each sample has one token in a step (`drafts`), or of an engine that verifies."""
+    """Returns the seconds of a step at a mean context, by the names of `policies.draft_models`: for a draft model, in
+    which each sample has one token in a step (`drafts`), or for an engine that verifies.
+    """
     base_s, token_s = max(fit["base_ms"], 1e-3) / 1e3, max(fit["per_token_ms"], 0.0) / 1e3
     sample_s = max(fit["per_context_token_us"], 0.0) / 1e6 * context_tokens
     more = {"sample_s": sample_s + token_s} if drafts else {"sample_s": sample_s, "token_s": token_s}
@@ -112,7 +119,7 @@ def _prefill_ms(tokens: int) -> float:
 
 
 def _run(chunks: int, context: int, max_tokens: int, draft: list[int]) -> list[float]:
-    """Milliseconds of every step until all of these chunks have ended; nothing is cached from before."""
+    """Returns milliseconds of every step until all of these chunks have ended; nothing is cached from before."""
     from tailrace.deployments.engine.warmup import chunk_of
 
     _stepper.reset_cache()

@@ -1,7 +1,7 @@
 """JSON from files that people and other tools write. Every fault is a ValueError of one line.
 
-Python's parser alone lets RecursionError escape, takes the last of two equal keys, reads 1e400 as infinity, and passes
-on halves of surrogate pairs, which no later step can encode.
+Python's parser alone lets RecursionError escape, accepts the last of two equal keys, reads 1e400 as infinity, and
+passes on halves of surrogate pairs, which no later step can encode.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from tailrace.deployments.messages.message import broken_text
 
 CONSTANTS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
-"""Not JSON, but written by many tools for rewards."""
+"""Constants that are not JSON, but that many tools write for rewards."""
 
 WIDE = "it looks like UTF-16; save it as UTF-8"
 
@@ -42,7 +42,7 @@ def parse_object(text: str | bytes, constants: bool = False) -> dict[str, Any]:
 
 
 def decoded_text(data: bytes) -> str:
-    """Returns UTF-8 as text, without its mark of order. Raises ValueError that names the byte."""
+    """Returns UTF-8 as text, without its byte order mark. Raises ValueError that names the byte."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -51,12 +51,12 @@ def decoded_text(data: bytes) -> str:
 
 
 def key_of_broken_text(value: Any) -> str | None:
-    """Returns the dotted key of the first text that is no Unicode (empty: the value itself), or None."""
+    """Returns the dotted key of the first text that is not valid Unicode (empty: the value itself), or None."""
     return next((key for key, text in _texts("", value) if broken_text(text)), None)
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The texts in a value, with their dotted keys; a key is a text too."""
+    """Yields the texts in a value, with their dotted keys; a key is a text too."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):

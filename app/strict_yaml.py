@@ -14,10 +14,12 @@ import yaml
 from tailrace.app.strict_json import bounded, decoded_text, key_of_broken_text
 
 MAX_BYTES = 1 << 20
-"""The longest file of this project has 20 kB; one that refers to itself many times can fill the memory."""
+"""Maximum size: the longest file of this project has 20 kB; one that refers to itself many times can fill the
+memory.
+"""
 
 MAX_NODES = 1 << 17
-"""Of a file with its aliases written out: 130 times those of the longest file of this project."""
+"""Maximum nodes of a file with its aliases expanded: 130 times those of the longest file of this project."""
 
 TAG = "tag:yaml.org,2002:"
 SCALARS = (
@@ -36,7 +38,7 @@ SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses keys that are given twice: YAML forbids them, and PyYAML takes the last."""
+    """Refuses duplicate keys: YAML forbids them, and PyYAML uses the last."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name for a table of the class
 
@@ -91,7 +93,7 @@ _Loader.yaml_constructors = {
     tag: read
     for tag, read in yaml.SafeLoader.yaml_constructors.items()
     if tag in (None, *(TAG + kind for kind in ("null", "str", "seq", "map")))
-}  # other kinds, such as dates and sets, are nothing that a file of ours has
+}  # our files have no other kinds, such as dates and sets
 _Loader.add_constructor(f"{TAG}bool", _Loader.truth)
 _Loader.add_constructor(f"{TAG}int", _Loader.integer)
 _Loader.add_constructor(f"{TAG}float", _Loader.real)
@@ -102,7 +104,7 @@ def _at(node: yaml.Node, problem: str) -> ValueError:
 
 
 def _written_out(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
-    """Nodes of a node with its aliases written out. `known`: by node; None while it is counted."""
+    """Returns the number of nodes of a node with its aliases expanded. `known`: by node; None while it is counted."""
     if node not in known:
         known[node] = None
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -114,7 +116,7 @@ def _written_out(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
 
 
 def read_yaml(path: Path) -> Any:
-    """Returns the value in a file. Passes on OSError."""
+    """Returns the value in a file. Raises OSError."""
     data = path.read_bytes()
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data)} bytes; {MAX_BYTES} is the limit")

@@ -8,12 +8,14 @@ from tailrace.deployments.messages.rollout import GroupResult, SampleResult
 
 
 def quantile(sorted_values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of them do not exceed."""
+    """Returns the smallest value that `share` of them do not exceed."""
     return sorted_values[max(0, ceil(len(sorted_values) * share) - 1)]
 
 
 def summarise(groups: Sequence[GroupResult]) -> dict:
-    """Times in seconds since the batch was submitted. tail_s: from 90 % of the samples finished to all of them."""
+    """Returns the figures. Times in seconds since the batch was submitted. tail_s: from 90 % of the samples finished to
+    all of them.
+    """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {"groups": 0, "samples": 0}
@@ -48,7 +50,7 @@ def _moved(sample: SampleResult) -> bool:
 
 
 def table(summary: dict):
-    """The summary as a rich table."""
+    """Returns the summary as a rich table."""
     from rich.table import Table
 
     out = Table(title="Rollout", show_header=False)

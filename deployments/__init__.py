@@ -1,1 +1,1 @@
-"""DOES: thin Ray Serve shells around vLLM and the rollout core."""
+"""Thin Ray Serve shells around vLLM and the rollout core."""

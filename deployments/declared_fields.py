@@ -1,6 +1,6 @@
-"""Settings that are passed on to a class of another package: its fields, read from its source without importing it.
+"""Fields of a class of another package, read from its source without importing it, to check settings passed on to it.
 
-vLLM and TRL take ten seconds to import, and a misspelt key would be found after a service has started. Called by
+vLLM and TRL take ten seconds to import, and a misspelt key would be found only after a service has started. Called by
 `vllm_exact/engine_config.py` and by `app/train/trl_keys.py`.
 """
 
@@ -41,9 +41,9 @@ def declared_fields(*places: tuple[str, str, str]) -> dict[str, str] | None:
 
 
 def fitted(given: Mapping[Any, Any], known: Mapping[str, str] | None, owner: str) -> dict[str, Any]:
-    """Returns the settings with texts such as 1e-3 or off as the numbers and truth values that they are meant as.
+    """Returns the settings, with texts such as 1e-3 or off converted to numbers and truth values.
 
-    Raises KeyedError for an unknown name, with the nearest one, and for a value of another kind. `known`: None passes
+    Raises KeyedError for an unknown name, with the nearest one, and for a value of a wrong type. `known`: None accepts
     everything. `owner`: the class that has the fields.
     """
     return {key: _fitted(key, value, known, owner) for key, value in given.items()}

@@ -1,7 +1,7 @@
-"""Full collections of Python's garbage, at a time of our choice.
+"""Full collections of Python's garbage, at times that we choose.
 
-Invariant: one comes when the service has just become idle, and at the latest EVERY_S after the one before. Python
-itself would start one whenever a quarter more objects live, in the middle of a step. Awaited by the coordinator.
+Invariant: a collection runs when the service has just become idle, and at the latest EVERY_S after the one before.
+Python itself would start one whenever a quarter more objects live, in the middle of a step. Awaited by the coordinator.
 """
 
 import asyncio
@@ -9,8 +9,10 @@ import gc
 from collections.abc import Callable
 
 EVERY_S = 600.0
-"""One holds the loop for 1.2 s with 32,768 samples running (`tailrace bench fleet`): 0.2 % of the chunk ends wait for
-it. The records of samples that have ended until then, 66 a second and 1 KB each, take 40 MB."""
+"""Maximum seconds between two collections. One holds the loop for 1.2 s with 32,768 samples running (`tailrace bench
+fleet`): 0.2 % of the chunk ends wait for it. The records of samples that have ended until then, 66 a second and 1 KB
+each, take 40 MB.
+"""
 
 LOOK_S = 2.0
 
@@ -18,7 +20,7 @@ NEVER = 1 << 30
 
 
 async def collect_garbage(is_idle: Callable[[], bool]) -> None:
-    """For ever; the young generations are collected as before."""
+    """Runs collections. Never returns; the young generations are collected as before."""
     gc.set_threshold(*gc.get_threshold()[:2], NEVER)
     now = asyncio.get_running_loop().time
     collected_s, was_idle = now(), True

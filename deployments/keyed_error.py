@@ -1,8 +1,8 @@
-"""An error of a value inside another one, with the rest of its dotted key."""
+"""An error of a value inside another value, with the rest of its dotted key."""
 
 
 class KeyedError(ValueError):
-    """`key`: dotted, from the value that is being checked."""
+    """`key`: dotted, starting from the value that is being checked."""
 
     def __init__(self, key: str, message: str):
         super().__init__(f"{key}: {message}")

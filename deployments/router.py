@@ -1,8 +1,8 @@
 """Calls that name the replica they are for, and one call to every replica with a deadline.
 
-Invariant: a call lands on the replica whose unique id it gave as `session_id`, or fails at once with
-ReplicaGone; it is never re-routed. Placement is decided by policies, so Serve's own balancing must not
-second-guess it. Loaded by Ray Serve in every process that holds a handle to the engine deployment.
+Invariant: a call reaches the replica whose unique id it gave as `session_id`, or fails at once with ReplicaGone; it is
+never re-routed. Policies decide placement, so Serve's own balancing must not change it. Loaded by Ray Serve in every
+process that holds a handle to the engine deployment.
 """
 
 from typing import Any
@@ -60,15 +60,17 @@ class AddressedRouter(RequestRouter):
 
 
 def running_replicas(handle: DeploymentHandle) -> list[str]:
-    """Unique ids of the running replicas, as this process knows them; none before its first call by the handle."""
+    """Returns unique ids of the running replicas, as this process knows them; none before its first call by the
+    handle.
+    """
     router = ROUTERS.get(str(handle.deployment_id))
     return [] if router is None else [replica.unique_id for replica in tuple(router.curr_replicas)]
 
 
 async def poll_all(handle: DeploymentHandle, method: str, timeout_s: float, *args: Any) -> list[Any]:
-    """`method(*args)` of every running replica: its result, or the exception it ended with, in no order.
+    """Calls `method(*args)` on every running replica. Returns each result, or the exception it ended with, in no order.
 
-    An empty list when there is no replica yet. TimeoutError when not all have answered after `timeout_s`.
+    Returns an empty list if there is no replica yet. Raises TimeoutError if not all have answered after `timeout_s`.
     """
     try:
         return await handle.broadcast(method, *args).results_async(timeout_s=timeout_s, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""Binds the port that each Serve replica opens for calls of other replicas to its node's address alone.
+"""Binds the port that each Serve replica opens for calls of other replicas only to its node's address.
 
 Symptom (Ray 2.60): `ray.serve._private.replica` opens it as "[::]:0", on every interface, and unpickles its requests.
-Callers use the address of the node, so that one is enough. Remove when Serve has a setting for it.
-Called by a deployment's constructor, which runs before the port is opened.
+Callers use the address of the node, so that one is enough. Remove when Serve has a setting for it. Called by a
+deployment's constructor, which runs before the port is opened.
 """
 
 import ray
@@ -12,7 +12,7 @@ EVERYWHERE = "[::]:"
 
 
 def keep_serve_port_on_node() -> None:
-    """Patch this replica's process. Another Ray than 2.60 is left as it is."""
+    """Patches this replica's process. Ray versions other than 2.60 are left as they are."""
     if not ray.__version__.startswith("2.60."):
         return
     add_port, host = replica.add_port_to_grpc_server, ray.util.get_node_ip_address()

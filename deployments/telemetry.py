@@ -1,10 +1,10 @@
-"""Tracing: one private OpenTelemetry provider per process, and a shelf of finished spans to look at.
+"""Tracing: one private OpenTelemetry provider per process, and a shelf of finished spans.
 
-Invariant: a span is recorded only when its trace is sampled (the parent's flag) and somebody wants it, that
-is an OTLP collector or the shelf; anything else costs one dictionary look-up. The shelf is bounded. The root of a trace
-is sampled as OTEL_TRACES_SAMPLER says, or because its spans are kept; all below it follow.
-Called by the coordinator, the engine replicas and the client; the context travels as a W3C `traceparent` in
-our own messages, which works across actors, threads and vLLM alike.
+Invariant: a span is recorded only if its trace is sampled (the parent's flag) and it has a reader: an OTLP collector or
+the shelf. Any other span costs one dictionary lookup. The shelf is bounded. The root of a trace is sampled as
+OTEL_TRACES_SAMPLER says, or because its spans are kept; all spans below it follow. Called by the coordinator, the
+engine replicas and the client. The context is sent as a W3C `traceparent` in our own messages, which works across
+actors, threads and vLLM alike.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 SHELF_SPANS = 200_000
 
 MAX_TRACES = 1_000
-"""Traces on the shelf. One without spans, or with late ones after it was taken, would stay for ever."""
+"""Maximum number of traces on the shelf. One without spans, or with late ones after it was taken, would stay for
+ever.
+"""
 
 SCOPE = "tailrace"
 
@@ -34,7 +36,7 @@ _KEPT = context.create_key("tailrace-kept")
 
 
 def parse_traceparent(traceparent: str) -> SpanContext:
-    """The span context a W3C `traceparent` header names; ValueError when it is not one."""
+    """Parses a W3C `traceparent` header. Raises ValueError if it is not one."""
     context = trace.get_current_span(_W3C.extract({"traceparent": traceparent})).get_span_context()
     if not context.is_valid:
         raise ValueError(f"not a W3C traceparent: {traceparent!r}")
@@ -42,18 +44,18 @@ def parse_traceparent(traceparent: str) -> SpanContext:
 
 
 def traceparent(span: Span) -> str | None:
-    """The W3C `traceparent` of a span, for its children in other processes; None when tracing is off."""
+    """Returns the W3C `traceparent` of a span, for its children in other processes; None when tracing is off."""
     own = span.get_span_context()
     return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}" if own.is_valid else None
 
 
 def trace_id_of(name: str) -> str:
-    """The 32 hex digits of a trace named by its id or by a traceparent within it."""
+    """Returns the 32 hex digits of a trace that is named by its id or by a traceparent within it."""
     return name.lower() if len(name) == 32 else f"{parse_traceparent(name).trace_id:032x}"
 
 
 def as_dict(span: ReadableSpan) -> dict[str, Any]:
-    """A finished span as plain JSON types; times are unix nanoseconds, ids are hex."""
+    """Returns a finished span as plain JSON types; times are unix nanoseconds."""
     own = span.get_span_context()
     return {
         "trace_id": f"{own.trace_id:032x}",
@@ -87,7 +89,7 @@ def _plain(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class Shelf(SpanProcessor):
-    """Finished spans of the traces that were asked for; the oldest trace goes first when there are too many."""
+    """Finished spans of the traces that are kept; when there are too many, the oldest trace is dropped."""
 
     def __init__(self, most_spans: int):
         self.most_spans = most_spans
@@ -132,7 +134,7 @@ class Shelf(SpanProcessor):
 
 
 class KeptSampler(Sampler):
-    """Samples spans that are kept; of the others those of `standard`, the sampler of the OTEL_* variables."""
+    """Samples spans that are kept; `standard`, the sampler of the OTEL_* variables, decides on the others."""
 
     def __init__(self, standard: Sampler):
         self._standard = standard
@@ -150,7 +152,7 @@ class KeptSampler(Sampler):
 
 
 def resource_of(service: str, instance: str) -> Resource:
-    """By OpenTelemetry's names; OTEL_RESOURCE_ATTRIBUTES may add others."""
+    """Returns the process's resource with OpenTelemetry's names; OTEL_RESOURCE_ATTRIBUTES may add others."""
     try:
         release = {"service.version": version("tailrace")}
     except PackageNotFoundError:  # a checkout that was never installed
@@ -170,8 +172,8 @@ class TelemetryExport(NamedTuple):
 class Telemetry:
     """Makes spans for one service. `otlp`: export them too; the exporter itself reads the OTEL_* variables.
 
-    `instance`: names this process among those of the service, or a name of chance. `every_group`: all groups of a
-    sampled batch have spans, see `batches/batch_spans.py`.
+    `instance`: names this process among those of the service; random if empty. `every_group`: all groups of a sampled
+    batch have spans, see `batches/batch_spans.py`.
     """
 
     def __init__(
@@ -196,15 +198,15 @@ class Telemetry:
 
     @property
     def dropped_spans(self) -> int:
-        """Spans that the full shelf had to let go."""
+        """Number of spans that the full shelf has dropped."""
         return self._shelf.dropped_spans
 
     def keep(self, name: str) -> None:
-        """Shelve the spans of this trace (its id, or a traceparent within it) that end from now on."""
+        """Keeps on the shelf the spans of this trace (its id, or a traceparent within it) that end after this call."""
         self._shelf.keep(trace_id_of(name))
 
     def take(self, name: str) -> list[dict[str, Any]]:
-        """The shelved spans of a trace in the order they ended, see `as_dict`; the shelf forgets the trace."""
+        """Returns the spans of a trace on the shelf in the order they ended, see `as_dict`, and removes the trace."""
         return self._shelf.take(trace_id_of(name))
 
     def span(
@@ -218,9 +220,9 @@ class Telemetry:
         links: Sequence[Link] = (),
         parent: SpanContext | None = None,
     ) -> Span:
-        """A started span; the caller ends it. Without a traceparent, or a `parent` of this process, it begins a trace.
+        """Starts a span; the caller ends it. Without a traceparent, or a `parent` of this process, it begins a trace.
 
-        `keep` shelves the trace. A span without a reader does not record, but still passes its context on.
+        `keep` puts the trace on the shelf. A span without a reader does not record, but still passes its context on.
         """
         made = {"attributes": attributes, "start_time": start_ns, "kind": kind, "links": links}
         if traceparent is None and parent is None:
@@ -239,10 +241,10 @@ class Telemetry:
         return self._tracer.start_span(name, _below(around, kept), **made)
 
     def close(self) -> None:
-        """Send waiting spans to the collector."""
+        """Sends waiting spans to the collector."""
         self._provider.shutdown()
 
 
 def _below(span: Span, kept: bool) -> context.Context:
-    """The context of a child of `span`, and not of whatever span is current here."""
+    """Returns the context of a child of `span`, independent of the span that is current here."""
     return trace.set_span_in_context(span, context.Context({_KEPT: True} if kept else {}))

@@ -1,1 +1,1 @@
-"""KEEPS: keys and versions of KV, and the pool that outlives every replica."""
+"""Keys and versions of KV, and the pool that outlives every replica."""

@@ -1,9 +1,9 @@
-"""Operations on the pool as a whole: a Mooncake client without memory of its own, and the master's HTTP pages.
+"""Operations on the whole pool: a Mooncake client without memory of its own, and the master's HTTP pages.
 
-Invariant: nothing here blocks the event loop or lasts longer than CALL_S: a dead master makes a call of the client
-take 4.3 s and its setup 90 s (Mooncake 0.3.13), so all of it runs on threads of its own. Owned by KvMaster.
-Moving KV from memory to the SSD is not among it: only the client that put a key may clear its copies. Mooncake does
-it alone when memory is full; copies on the SSD are still found then.
+Invariant: nothing here blocks the event loop or lasts longer than CALL_S. A dead master makes a call of the client take
+4.3 s and its setup 90 s (Mooncake 0.3.13), so all calls run on separate threads. Owned by KvMaster. Moving KV from
+memory to the SSD is not among the operations: only the client that put a key may clear its copies. Mooncake does it by
+itself when memory is full; copies on the SSD are still found then.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tailrace.kvpool.status import PoolDown
 CALL_S = 3.0
 HTTP_S = 1.0
 THREADS = 4
-"""Calls that ran into their deadline hold a thread until Mooncake gives up."""
+"""Number of threads. Calls that exceed their deadline hold a thread until Mooncake gives up."""
 
 SEGMENT_BYTES = "segment_allocated_bytes"
 
@@ -32,12 +32,14 @@ UNREACHABLE = -900
 KEYS_A_CALL = 1000
 
 IN_USE = {-703, -706, -714}
-"""Being written, leased (looking a key up or reading it takes a lease), or copied. Removing such a key by force
-would give its memory to another while it is read; without force, a reader whose lease has run out gets an error."""
+"""Codes of keys that are being written, leased (looking a key up or reading it takes a lease), or copied. Removing such
+a key by force would give its memory to another while it is read; without force, a reader whose lease has run out gets
+an error.
+"""
 
 
 class PoolAdmin:
-    """Every operation raises PoolDown, in one line, when the master does not answer."""
+    """Every operation raises PoolDown, in one line, if the master does not answer."""
 
     def __init__(self, host: str, master_address: str, pages_address: str, protocol: str, devices: str):
         self._setup = (host, "P2PHANDSHAKE", 0, 0, protocol, devices, master_address)
@@ -47,23 +49,28 @@ class PoolAdmin:
         self._connecting: asyncio.Future | None = None
 
     async def connect(self) -> None:
-        """Begin to connect if that is still to do; call it again until operations succeed. Never waits."""
+        """Starts to connect if that has not been done; call it again until operations succeed. Never waits."""
         if self._client is None and (self._connecting is None or self._connecting.done()):
             self._connecting = asyncio.get_running_loop().run_in_executor(self._threads, self._connect)
 
     async def release(self, keys: list[str]) -> tuple[int, list[str]]:
-        """Forget keys; how many are gone, and which are in use: ask for those again, see IN_USE."""
+        """Removes keys. Returns the number of removed keys, and the keys in use: repeat the call for those, see
+        IN_USE.
+        """
         codes = await self._call(lambda client: _reached(client.batch_remove(keys, force=False))) if keys else []
         in_use = [key for key, code in zip(keys, codes, strict=True) if code in IN_USE]
         return sum(code == 0 for code in codes), in_use
 
     async def retire(self, regex: str) -> int:
-        """Forget all keys in which the expression (C++ std::regex_search) is found, but for those in use; how many."""
+        """Removes all keys that match the expression (C++ std::regex_search), except those in use. Returns their
+        number.
+        """
         (count,) = await self._call(lambda client: _reached([client.remove_by_regex(regex, force=False)]))
         return max(0, count)
 
     async def move(self, keys: list[str], segment: str) -> int:
-        """Begin to move keys to a segment; how many are under way, without those that lie there, or on SSD only.
+        """Starts to move keys to a segment. Returns the number of moves, without keys that are there already or only on
+        SSD.
 
         The stores do it within about a second. The old copy's bytes are free after RELEASE_S (kvpool/master.py).
         """
@@ -71,7 +78,7 @@ class PoolAdmin:
         return await self._call(lambda client: _move(client, keys, segment, names)) if keys else 0
 
     async def keys_at(self, segment: str) -> dict[str, int]:
-        """Keys whose only copy in memory is in a segment, with their bytes; looks at every key of the pool."""
+        """Returns the keys whose only copy in memory is in a segment, with their bytes; reads every key of the pool."""
         keys = await self.keys()
         ends = {row["te_endpoint"] for row in await self._segments_detail() if row["segment_name"] == segment}
         found: dict[str, int] = {}
@@ -81,15 +88,15 @@ class PoolAdmin:
         return found
 
     async def segments(self) -> dict[str, str]:
-        """Mounted segments: the address where their bytes lie, by name."""
+        """Returns the mounted segments by name, each with the address of its bytes."""
         return {row["segment_name"]: row["te_endpoint"] for row in await self._segments_detail()}
 
     async def keys(self) -> list[str]:
-        """Every key; a page of 150 bytes a key, so not to be asked for often."""
+        """Returns every key; a page of 150 bytes a key, so call it rarely."""
         return (await self._page("/get_all_keys")).split()
 
     async def metrics(self, names: Collection[str]) -> tuple[dict[str, float], dict[str, int]]:
-        """The master's counters of these names, all with `_total`, and allocated bytes by segment."""
+        """Returns the master's counters with these names, all with `_total`, and allocated bytes by segment."""
         return read_metrics(await self._page("/metrics"), names)
 
     def close(self) -> None:
@@ -109,7 +116,7 @@ class PoolAdmin:
         def twice() -> Any:
             try:
                 return work(self._client)
-            except PoolDown:  # the first call to a master that was started again finds its old connection closed
+            except PoolDown:  # the first call to a restarted master finds its old connection closed
                 return work(self._client)
 
         return await self._in_time(twice, CALL_S)
@@ -137,7 +144,7 @@ class PoolAdmin:
 
 
 def read_metrics(page: str, names: Collection[str]) -> tuple[dict[str, float], dict[str, int]]:
-    """Of a page of metrics; only the lines of these names are parsed, as the page has hundreds."""
+    """Reads counters from a page of metrics; only the lines of these names are parsed, as the page has hundreds."""
     counts, segment_bytes = {}, {}
     families = {name.removesuffix("_total") for name in (*names, SEGMENT_BYTES)}
     lines = (line for line in page.splitlines() if _family(line) in families)
@@ -151,7 +158,7 @@ def read_metrics(page: str, names: Collection[str]) -> tuple[dict[str, float], d
 
 
 def _family(line: str) -> str:
-    """The name that a line of a page of metrics is about; empty for a line of help."""
+    """Returns the name of the metric in a line of a page of metrics; empty for a line of help."""
     if line.startswith("#"):
         parts = line.split(maxsplit=3)
         return parts[2].removesuffix("_total") if parts[1:2] == ["TYPE"] else ""

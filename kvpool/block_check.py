@@ -1,8 +1,8 @@
 """A check on every KV block of the pool: a checksum, or a MAC, of its key and its bytes.
 
-Invariant: a block is read as it was written under this very key, or it is a miss. Mooncake's transport checks nothing,
-and its ports take writes from whichever host reaches them. The check is one more piece of the block, written and read
-with it. BLAKE3 computes both kinds: 5 GB/s on one core, where the transport moves 0.4. Called by `PoolStore`.
+Invariant: a block is read as it was written under exactly this key, or it is a miss. Mooncake's transport checks
+nothing, and its ports accept writes from any host that reaches them. The check is one more piece of the block, written
+and read with it. BLAKE3 computes both kinds: 5 GB/s on one core, while the transport moves 0.4. Called by `PoolStore`.
 """
 
 import ctypes
@@ -14,20 +14,20 @@ import numpy as np
 from blake3 import blake3
 
 CHECK_BYTES = 16
-"""Of 32: 128 bits are enough for a MAC, and a small model's block has 60 KiB."""
+"""Bytes of a check, of BLAKE3's 32: 128 bits are enough for a MAC, and a small model's block has 60 KiB."""
 
 CORRUPT = -9998
 """Our code for a block whose check fails; Mooncake's codes are above it."""
 
 KEY_CONTEXT = "tailrace 2026-11 check of KV blocks"
-"""BLAKE3's name for this use of the secret: a key for one use is of no use elsewhere."""
+"""BLAKE3's name for this use of the secret, so that the key derived from it is of no use elsewhere."""
 
 Register = Callable[[int, int], int]
 """Mooncake's `register_buffer`: address and bytes; 0 or a code."""
 
 Pieces = Sequence[Sequence[int]]
 Read = Callable[[Sequence[int], Sequence[int]], list]
-"""Gives a buffer for each (address, bytes)."""
+"""Returns a buffer for each (address, bytes)."""
 
 
 def mac_key(file: str) -> bytes:
@@ -42,13 +42,15 @@ def mac_key(file: str) -> bytes:
 
 
 def host_bytes(addresses: Sequence[int], sizes: Sequence[int]) -> list:
-    """Views of host memory."""
+    """Returns views of host memory."""
     memory = ((ctypes.c_ubyte * size).from_address(address) for address, size in zip(addresses, sizes, strict=True))
     return [memoryview(piece).cast("B") for piece in memory]
 
 
 class DeviceBytes:
-    """Copies of a GPU's memory, all pieces of a call in one copy, on a stream that waits for no engine step."""
+    """Copies a GPU's memory to the host, all pieces of a call in one copy, on a stream that waits for no engine
+    step.
+    """
 
     def __init__(self):
         import torch
@@ -71,9 +73,9 @@ class _Piece:
 
 
 class BlockCheck:
-    """`register`: for the memory of the checks. `key`: of a MAC, or None for a checksum.
+    """`register`: registers the memory of the checks. `key`: key of a MAC, or None for a checksum.
 
-    Each calling thread has `max_blocks` places for checks: the blocks of one call.
+    Each calling thread has room for `max_blocks` checks: the blocks of one call.
     """
 
     def __init__(self, register: Register, max_blocks: int, key: bytes | None = None, read: Read = host_bytes):
@@ -102,7 +104,9 @@ class BlockCheck:
         return judged
 
     def _places(self) -> np.ndarray:
-        """Checks of the blocks of this thread's call [blocks, CHECK_BYTES], in memory that Mooncake may use."""
+        """Returns the checks of the blocks of this thread's call [blocks, CHECK_BYTES], in memory that Mooncake may
+        use.
+        """
         if not hasattr(self._own, "places"):
             places = np.zeros((self._max_blocks, CHECK_BYTES), np.uint8)
             if (code := self._register(places.ctypes.data, places.nbytes)) != 0:

@@ -1,8 +1,8 @@
-"""One child process: started, watched, started again when it ends, stopped. Used by the pool's actors.
+"""One child process: started, watched, restarted when it ends, stopped. Used by the pool's actors.
 
 Invariant: the child never outlives this process, however that ends: the kernel kills it (PR_SET_PDEATHSIG, set by
-util-linux's `setpriv`). The signal comes when the *thread* that forked ends, so one thread forks, reads the
-child's output (a full pipe would stop it) and waits for it, as long as this object is in use.
+util-linux's `setpriv`). The signal comes when the *thread* that forked ends, so one thread forks, reads the child's
+output (a full pipe would stop it) and waits for it, as long as this object is in use.
 """
 
 import subprocess
@@ -12,21 +12,23 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
-"""Pause before a restart, doubled each time: a port may be taken for a moment, or for good."""
+"""First and longest pause, in seconds, before a restart; doubled each time: a port may be taken for a moment, or for
+good.
+"""
 
 SETTLED_S = 30.0
-"""A child that ran this long is restarted after the first pause again."""
+"""Seconds after which a child's next restart uses the first pause again."""
 
 KEPT_LINES = 100
 TERM_S = 3.0
-"""Time to end after SIGTERM before SIGKILL."""
+"""Seconds that a child gets after SIGTERM before SIGKILL."""
 
 Launch = tuple[list[str], dict[str, str]]
-"""A command, and the whole environment of the child."""
+"""A command, and the complete environment of the child."""
 
 
 class ChildProcess:
-    """`launch` is called before every start, on the watching thread; an exception of it counts as a failed start."""
+    """`launch` is called before every start, on the watching thread; an exception from it counts as a failed start."""
 
     def __init__(self, name: str, launch: Callable[[], Launch]):
         self.name = name
@@ -40,23 +42,23 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """None while it is not running."""
+        """Process id, or None while it is not running."""
         child = self._child
         return child.pid if child is not None and child.poll() is None else None
 
     def last_line(self) -> str:
-        """The last error that the child logged (glog: a line that begins with E or F), else the last line."""
+        """Last error that the child logged (glog: a line that begins with E or F), else its last line."""
         lines = list(self._lines)
         errors = [line for line in lines if line[:1] in ("E", "F") and line[1:2].isdigit()]
         return (errors or lines or [f"{self.name} has said nothing"])[-1]
 
     def kill(self) -> None:
-        """End the child at once; it is started again."""
+        """Kills the child at once; it is restarted."""
         if (child := self._child) is not None:
             child.kill()
 
     def stop(self) -> None:
-        """End the child for good; blocks up to TERM_S, and then until it is killed."""
+        """Ends the child for good; blocks up to TERM_S, and then until it is killed."""
         self._stopping.set()
         if (child := self._child) is not None:
             child.terminate()
@@ -90,7 +92,7 @@ class ChildProcess:
             text=True,
             errors="replace",
         )
-        if self._stopping.is_set():  # stop() may have looked before there was a child
+        if self._stopping.is_set():  # stop() may have run before there was a child
             self._child.terminate()
         for line in self._child.stdout:
             self._lines.append(line.rstrip())

@@ -1,4 +1,4 @@
-"""Knobs of the KV pool, and the endpoint of one engine. Read by the pool's processes and by the connector."""
+"""Settings of the KV pool, and the endpoint of one engine. Read by the pool's processes and by the connector."""
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -30,7 +30,7 @@ class PoolConfig(BaseModel):
     @field_validator("block_check", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        """YAML 1.1, which Serve reads, takes `off` for false."""
+        """Undoes YAML 1.1, which Serve reads: it takes `off` for false."""
         return "off" if value is False else value
 
     @model_validator(mode="after")
@@ -43,7 +43,7 @@ class PoolConfig(BaseModel):
 
 @dataclass(frozen=True)
 class PoolEndpoint:
-    """The pool as seen from one engine: where its master is, and which memory is near."""
+    """The pool of one engine: the address of its master, and the memory that is near."""
 
     master_address: str
     """host:port of the master's RPC."""

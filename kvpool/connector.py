@@ -1,7 +1,7 @@
 """The KV connector that vLLM loads by dotted path: its own Mooncake connector with our scheduler and worker sides.
 
-Invariant: the pool is a cache. Whatever becomes of it, a request ends, and with the same tokens. One class on CPU and
-GPU. `launch.py` names it; the stepper asks it for the outcome of each request (`settled`, `take`, `counts`).
+Invariant: the pool is a cache. Whatever happens to it, a request ends, and with the same tokens. One class on CPU and
+GPU. `launch.py` names it; the stepper reads the outcome of each request from it (`settled`, `take`, `counts`).
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from tailrace.kvpool.worker import PoolWorker
 
 
 class PoolConnector(MooncakeStoreConnector):
-    """Two of it per engine: one in vLLM's scheduler, one in every worker."""
+    """Each engine has two: one in vLLM's scheduler, one in every worker."""
 
     def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config=None):
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -39,20 +39,20 @@ class PoolConnector(MooncakeStoreConnector):
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Nothing: the pool is shared, and keys carry their version. vLLM would empty it for all engines."""
+        """Does nothing: the pool is shared, and keys carry their version. vLLM would empty it for all engines."""
         return True if self.role == KVConnectorRole.SCHEDULER else None
 
     def forgo(self, request_id: str) -> None:
-        """Do not save this request when it ends: it will not be continued."""
+        """Cancels the save at the end of this request: it will not be continued."""
         self.connector_scheduler.forgo(request_id)
 
     def begin_again(self, begun: int) -> set[str]:
-        """`PoolScheduler.begin_again`."""
+        """Calls `PoolScheduler.begin_again`."""
         return self.connector_scheduler.begin_again(begun)
 
     @property
     def heard(self) -> int:
-        """Number of the step whose report came last."""
+        """Number of the step of the last report."""
         return self.connector_scheduler.heard
 
     def settled(self, request_id: str) -> bool:
@@ -63,11 +63,11 @@ class PoolConnector(MooncakeStoreConnector):
 
     @property
     def counts(self) -> Counter:
-        """Everything counted so far on all ranks, by `EVENT.CAUSE`."""
+        """All counts so far on all ranks, by `EVENT.CAUSE`."""
         return self.connector_scheduler.counts
 
     def take_pulls(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of every pull that has ended well since the last call."""
+        """Returns (tokens, seconds) of every successful pull since the last call."""
         pulls, self.connector_scheduler.pulls = self.connector_scheduler.pulls, []
         return pulls
 

@@ -9,7 +9,7 @@ from threading import Lock
 
 
 class Counts:
-    """A counter that threads share; `take` hands over the counts since the last time."""
+    """A counter that threads share; `take` returns the counts since its last call."""
 
     def __init__(self):
         self._new: Counter[str] = Counter()
@@ -21,7 +21,7 @@ class Counts:
                 self._new[name] += amount
 
     def took(self, what: str, seconds: float) -> None:
-        """One operation of this duration, into its bucket."""
+        """Counts one operation of this duration in its bucket."""
         self.add(f"{what}_ms.{bucket_ms(seconds)}")
 
     def take(self) -> Counter[str]:
@@ -31,5 +31,5 @@ class Counts:
 
 
 def bucket_ms(seconds: float) -> int:
-    """The smallest power of two, in milliseconds, that is not below the duration; 1 or more."""
+    """Returns the smallest power of two, in milliseconds, that is not below the duration; 1 or more."""
     return 1 << max(0, int(seconds * 1000 - 1e-9)).bit_length()

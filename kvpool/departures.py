@@ -1,6 +1,6 @@
-"""Stores that leave: their keys move to other stores, and then they may end.
+"""Departure of stores: their keys move to other stores before they end.
 
-Invariant: a store with keys that can still move stays, for HAND_OVER_S at most; the last store of the pool stays while
+Invariant: a store with keys that can still move stays, for at most HAND_OVER_S; the last store of the pool stays while
 it has any key. A key that did not move is a miss, and counted. Owned by KvMaster.
 """
 
@@ -13,23 +13,23 @@ from tailrace.kvpool.admin import PoolAdmin
 from tailrace.kvpool.status import PoolDown
 
 HAND_OVER_S = 60.0
-"""Longest time for moves, from the first one on."""
+"""Maximum seconds for moves, from the first one on."""
 
 LOOK_S = 0.5
-"""Between two looks at the keys of a store that leaves."""
+"""Seconds between two reads of the keys of a departing store."""
 
 
 class Departures:
-    """`up`: the admin client, or PoolDown. `counts`: since the start, named as in PoolStatus."""
+    """`up`: returns the admin client, or raises PoolDown. `counts`: counts since the start, named as in PoolStatus."""
 
     def __init__(self, up: Callable[[], PoolAdmin]):
         self._up = up
-        self._tasks: dict[str, asyncio.Task] = {}  # by segment, of stores that leave, or have and are still mounted
-        self._ended: set[str] = set()  # those of them that may end, and know it
+        self._tasks: dict[str, asyncio.Task] = {}  # by segment: stores that leave, or have left and are still mounted
+        self._ended: set[str] = set()  # stores that may end, and have been notified
         self.counts: Counter[str] = Counter()
 
     def see(self, segment: str, leaving: bool) -> bool:
-        """A store reports. Whether it may end; one that leaves no more begins again."""
+        """Takes a store's report. Returns whether the store may end. A store that no longer leaves starts over."""
         task = self._tasks.get(segment)
         if not leaving:
             self._ended.discard(segment)
@@ -45,14 +45,14 @@ class Departures:
         return task.done()
 
     async def stop(self) -> None:
-        """End all hand-overs."""
+        """Ends all departures."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _empty(self, segment: str) -> int:
-        """Returns when the segment is empty, or its time is over; how many keys are left in it."""
+        """Moves keys until the segment is empty or its time is over. Returns the number of keys left in it."""
         began_s, before, asked = None, {}, set()
         while True:
             try:
@@ -81,12 +81,14 @@ class Departures:
         return len(keys)
 
     def _staying(self, segments: Iterable[str], segment: str) -> list[str]:
-        """Where the keys of a segment go: to stores that do not leave, or all to one of those that do."""
+        """Returns the segments that a segment's keys go to: those of stores that stay, or one of a departing store for
+        all.
+        """
         staying = [one for one in segments if one not in self._tasks] or [max(segments, default=segment)]
         return [one for one in staying if one != segment]
 
     def _count(self, before: dict[str, int], now: dict[str, int], asked: set[str]) -> None:
-        """Keys that have moved since the last look, or were released meanwhile."""
+        """Counts the keys that have moved since the last look, or were released meanwhile."""
         gone = [key for key in before if key not in now and key in asked]
         self.counts["handed_keys"] += len(gone)
         self.counts["handed_bytes"] += sum(before[key] for key in gone)

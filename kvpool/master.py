@@ -1,9 +1,9 @@
 """KvMaster: runs mooncake_master on its node, knows the stores that reported, and operates on the whole pool.
 
 Invariant: its address never changes while its node lives. The ports are constructor arguments, so a restarted process
-and a restarted actor listen where they did; then all keys are gone, the stores mount again, clients connect again.
-On another node it has another address, which its answers to the stores name.
-A plain class: kvpool/pool.py makes the actor. Called by the coordinator and by the stores.
+and a restarted actor listen on the same ports; then all keys are gone, the stores mount again, clients connect again.
+On another node it has another address, which its answers to the stores contain. A plain class: kvpool/pool.py makes the
+actor. Called by the coordinator and by the stores.
 """
 
 import asyncio
@@ -20,18 +20,24 @@ from tailrace.kvpool.programs import program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, PoolStatus, StoreNodeStatus
 
 CLIENT_TTL_S = 3
-"""A store that was not heard of for so long is gone, and its keys with it; they are asked to no avail until then."""
+"""Seconds without a sign of life after which a store is gone, and its keys with it; until then requests for them
+fail.
+"""
 
 DISCARD_S, RELEASE_S = 30, 60
-"""An unfinished put is given up, and its bytes are used again, after so long: longer than Mooncake's 30 s for a
-transfer, lest a slow writer write into another key. A move's old copy waits as long (upstream's default: 600 s)."""
+"""Seconds after which an unfinished put is given up and its bytes are used again: longer than Mooncake's 30 s for a
+transfer, lest a slow writer write into another key. A move's old copy waits as long (upstream's default: 600 s).
+"""
 
 EVICTION_RATIO = 0.95
-"""Mooncake evicts above this; the core does before, at 0.9, because it knows which samples are needed last."""
+"""Share of memory above which Mooncake evicts. The core releases KV before, at 0.9, because it knows which samples are
+needed last.
+"""
 
 REPORT_S = 2.0
-"""Seconds between two looks at the master, and two reports of a store: so late the blocks of a store that died count as
-lost. Each costs 2 to 4 ms of a core."""
+"""Seconds between two reads of the master, and two reports of a store, and so the delay until the blocks of a dead
+store count as lost. Each costs 2 to 4 ms of a core.
+"""
 
 UNMOUNTED_S = 0.5
 """The same while a store's memory is not mounted: engines wait for it."""
@@ -75,11 +81,11 @@ class KvMaster:
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def where(self) -> str:
-        """host:port of the master's RPC."""
+        """Returns host:port of the master's RPC."""
         return self.address
 
     async def report(self, store: StoreNodeStatus, segment: str) -> MasterAnswer:
-        """Take a store's report."""
+        """Takes a store's report."""
         self._reports[store.node_id] = time.monotonic(), store
         if not store.segment:
             self._asked.set()
@@ -93,19 +99,21 @@ class KvMaster:
         )
 
     async def release(self, keys: list[str]) -> tuple[int, list[str]]:
-        """Forget these keys; how many are gone, and which are in use and have to be asked for again."""
+        """Removes these keys. Returns the number of removed keys, and the keys in use, for which the call must be
+        repeated.
+        """
         return await self._up().release(keys)
 
     async def retire(self, regex: str) -> int:
-        """Forget all keys in which the expression is found, but for those in use; how many are gone."""
+        """Removes all keys that match the expression, except those in use. Returns their number."""
         return await self._up().retire(regex)
 
     async def move(self, keys: list[str], segment: str) -> int:
-        """Begin to move the DRAM copies of these keys to a segment; how many moves were begun."""
+        """Starts to move the DRAM copies of these keys to a segment. Returns the number of moves."""
         return await self._up().move(keys, segment)
 
     async def status(self) -> PoolStatus:
-        """Counts and bytes now."""
+        """Returns counts and bytes as of now."""
         counts, segment_bytes = await self._up().metrics(COUNTS)
         fresh_s = time.monotonic() - STALE_S
         return PoolStatus(
@@ -127,11 +135,11 @@ class KvMaster:
         )
 
     async def keys_by_version(self) -> dict[int, int]:
-        """How many keys each weights version has; reads every key."""
+        """Returns the number of keys of each weights version; reads every key."""
         return dict(sorted(Counter(version_of(key) for key in await self._up().keys() if is_block(key)).items()))
 
     async def stop(self) -> None:
-        """End the process for good."""
+        """Ends the process for good."""
         self._looking.cancel()
         await self._departures.stop()
         await asyncio.gather(self._looking, return_exceptions=True)  # it uses the admin client until it has ended
@@ -139,7 +147,7 @@ class KvMaster:
         await asyncio.to_thread(self._process.stop)
 
     def _up(self) -> PoolAdmin:
-        if self._process.pid is None:  # then no call has to find out by waiting
+        if self._process.pid is None:  # then no call must wait to find out
             raise PoolDown(f"mooncake_master is not running: {self._process.last_line()}")
         return self._admin
 

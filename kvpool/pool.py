@@ -1,9 +1,9 @@
-"""How others come to the pool: the coordinator by `ensure_pool`, an engine replica by `join_pool`.
+"""Access to the pool: the coordinator by `ensure_pool`, an engine replica by `join_pool`.
 
 The pool's actors are named and detached: one master for the application, which moves if its node is lost, and one store
-for each node with an engine, bound to it. Invariant: none outlives the application: the master looks whether Serve has
-it and otherwise ends itself, a store ends when its master is gone for good. A store leaves when no engine has been on
-its node for LEASE_S, see `Departures`.
+for each node with an engine, bound to it. Invariant: none outlives the application. The master checks whether Serve has
+the application and otherwise ends itself; a store ends when its master is gone for good. A store leaves when no engine
+has been on its node for LEASE_S, see `Departures`.
 """
 
 import asyncio
@@ -31,17 +31,19 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "tailrace"
 JOIN_S, CALL_S = 60.0, 1.0
 LOOK_S = 5.0
-"""Each actor of the application looks by itself, and each look is a call of Serve's controller."""
+"""Seconds between two checks; each actor of the application checks by itself, and each check is a call of Serve's
+controller.
+"""
 LEASE_S = 12 * LOOK_S
-"""A store whose engines have been silent for so long leaves."""
+"""Seconds without a renewal by an engine after which a store leaves."""
 GONE_LOOKS = 2
 """Number of looks in a row that must find the application missing."""
 
 
 def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
-    """The handle of the application's KvMaster, started on this node if there is none; does not wait for it.
+    """Returns the handle of the application's KvMaster, started on this node if there is none; does not wait for it.
 
-    Its methods raise PoolDown, or RayActorError while the actor itself is away.
+    Its methods raise PoolDown, or RayActorError while the actor itself is unreachable.
     """
     host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
     return detached_actor(MasterActor, master_name(config, app_name), soft=True).remote(
@@ -50,7 +52,8 @@ def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
 
 
 def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
-    """Master and this node's store are up and this node's memory is mounted; waits up to JOIN_S.
+    """Returns the endpoint once master and this node's store are up and this node's memory is mounted; waits up to
+    JOIN_S.
 
     Blocks; may be called on a thread with an event loop. Raises PoolDown, in one line.
     """
@@ -77,14 +80,14 @@ def _endpoint(config: PoolConfig, app_name: str) -> PoolEndpoint:
 
 
 def _holder() -> str:
-    """The name of this process in a store's leases."""
+    """Returns the name of this process in a store's leases."""
     return ray.get_runtime_context().get_worker_id()
 
 
 async def follow_pool(
     config: PoolConfig, app_name: str, joined: PoolEndpoint, rejoin: Callable[[str], Awaitable[None]]
 ) -> None:
-    """Calls `rejoin` with the master's address each time that it has changed, and keeps this node's store. Runs until
+    """Calls `rejoin` with the master's address whenever it has changed, and keeps this node's store. Runs until
     cancelled.
 
     The master starts on another node once its own is lost. A failed call is repeated after LOOK_S.
@@ -104,7 +107,7 @@ async def follow_pool(
 
 
 def _own_store(config: PoolConfig, app_name: str) -> ActorHandle:
-    """The handle of this node's store, started if there is none."""
+    """Returns the handle of this node's store, started if there is none."""
     master = ensure_pool(config, app_name)
     host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
     name = f"{master_name(config, app_name)}-store-{node_id}"
@@ -112,14 +115,17 @@ def _own_store(config: PoolConfig, app_name: str) -> ActorHandle:
 
 
 def master_name(config: PoolConfig, app_name: str) -> str:
-    """Another configuration is another pool: an application that is deployed again does not continue the old one."""
+    """Returns the name of the master. Another configuration is another pool: an application that is deployed again does
+    not continue the old one.
+    """
     digest = blake2b(config.model_dump_json().encode(), digest_size=4).hexdigest()
     return f"{app_name}-kv-{digest}"
 
 
 def detached_actor(kind: type, name: str, soft: bool = False):
-    """An actor class that makes, or finds, the one of this name: restarted for ever, on this node; `soft`: or, once the
-    node is gone, on another."""
+    """Returns an actor class that creates or finds the actor of this name, restarted for ever, on this node; `soft`:
+    once the node is gone, on another.
+    """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=soft)
     return ray.remote(kind).options(
         name=name,
@@ -180,7 +186,7 @@ class StoreActor(KvStoreNode):
 
 
 async def application_gone(app_name: str) -> None:
-    """Returns once GONE_LOOKS looks in a row, LOOK_S apart, have not found the application."""
+    """Returns once GONE_LOOKS checks in a row, LOOK_S apart, have not found the application."""
     looks_left = GONE_LOOKS
     while looks_left:
         await asyncio.sleep(LOOK_S)
@@ -188,9 +194,9 @@ async def application_gone(app_name: str) -> None:
 
 
 def application_exists(app_name: str) -> bool:
-    """Whether Serve has the application, in whatever state; True too while Serve's controller cannot be asked.
+    """Returns whether Serve has the application, in whatever state; True too while Serve's controller does not answer.
 
-    Its handle is asked for first: Serve's whole status takes ten times the processor time, here and in the controller.
+    Its handle is requested first: Serve's whole status takes ten times the processor time, here and in the controller.
     """
     try:
         with suppress(RayServeException):  # none, or not built yet

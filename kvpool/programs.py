@@ -1,4 +1,4 @@
-"""Where Mooncake's programs are, and the ports given to them. Used by the pool's processes."""
+"""Paths of Mooncake's programs, and the ports given to them. Used by the pool's processes."""
 
 import random
 import socket
@@ -6,12 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PORTS = range(20_000, 32_000)
-"""Above Ray's ports for workers, below those that Linux gives to outgoing connections: a port that was chosen free
-is still free when its process is started again."""
+"""Ports above Ray's for workers and below those that Linux gives to outgoing connections: a port that was chosen free
+is still free when its process is started again.
+"""
 
 
 def program(name: str, options: dict[str, object]) -> list[str]:
-    """The command line of a program that comes with Mooncake's wheel. ModuleNotFoundError without it."""
+    """Returns the command line of a program in Mooncake's wheel. Raises ModuleNotFoundError without it."""
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the KV pool needs Mooncake: pip install mooncake-transfer-engine-non-cuda")
@@ -19,7 +20,7 @@ def program(name: str, options: dict[str, object]) -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """A free TCP port at this address of this machine. Raises OSError if there is none."""
+    """Returns a free TCP port at this address of this machine. Raises OSError if there is none."""
     for port in random.sample(PORTS, k=100):
         with socket.socket() as probe:
             try:

@@ -1,8 +1,8 @@
-"""The connector's scheduler side: the KV looked up, pulled and saved for each request, and the outcome.
+"""The connector's scheduler side: looks up, pulls and saves KV for each request, and records the outcome.
 
-A request says what it wants in `kv_transfer_params` (the first fields of `Traffic`). Invariants: the scheduler never
+A request states its wishes in `kv_transfer_params` (the first fields of `Traffic`). Invariants: the scheduler never
 waits for the pool longer than LOOKUP_WAIT_S; a request is looked up once and pulled once; KV is saved when a request
-ends, if somebody will go on with it; blocks that a transfer reads or writes stay pinned until every rank has reported
+ends, if the request will be continued; blocks that a transfer reads or writes stay pinned until every rank has reported
 it. Built by `kvpool.connector`, called by vLLM.
 """
 
@@ -22,12 +22,14 @@ from tailrace.kvpool.keys import block_name
 from tailrace.kvpool.worker import PoolWorkerMetadata, SaveOfEnded
 
 LOOKUP_WAIT_S = 0.003
-"""A healthy look-up takes 0.5 ms over loopback; longer ones are asked for again at the next step."""
+"""Maximum seconds to wait for a lookup. A healthy one takes 0.5 ms over loopback; a longer one is checked again at the
+next step.
+"""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """One request and the pool; `cause` says why the rest of its context had to be computed."""
+    """Transfers of one request. `cause`: why the rest of its context had to be computed."""
 
     version: int
     min_pull_tokens: int | None
@@ -57,7 +59,7 @@ class PoolScheduler(MooncakeStoreScheduler):
         self._saved_tokens: dict[int, int] = {}  # store job -> tokens saved, minimum over ranks
         self._pinned_loads: dict[str, tuple[list[int], int]] = {}  # request -> blocks, ranks yet to report
         self.counts: Counter = Counter()
-        self.pulls: list[tuple[int, float]] = []  # (tokens, seconds), until somebody takes them
+        self.pulls: list[tuple[int, float]] = []  # (tokens, seconds), until `take_pulls`
         self.scheduled: tuple[int, int] = (0, 0)  # tokens and requests of the step last built
         self._meta, self._built = None, 0  # the metadata last built, and its number
         self.heard = 0  # number of the metadata that the last report followed
@@ -65,16 +67,16 @@ class PoolScheduler(MooncakeStoreScheduler):
     # ---- called by the engine ----------------------------------------------------------------------
 
     def settled(self, request_id: str) -> bool:
-        """Whether every save of the request has ended, well or badly."""
+        """Returns whether every save of the request has ended, well or badly."""
         return request_id not in self._traffic or not self._traffic[request_id].jobs
 
     def forgo(self, request_id: str) -> None:
-        """Call off the save at the end of a request, if it is not under way."""
+        """Cancels the save at the end of a request, if it is not under way."""
         if request_id in self._traffic:
             self._traffic[request_id].save = False
 
     def take(self, request_id: str) -> Traffic | None:
-        """The account of a request that has ended; it is forgotten here. None for one without a wish."""
+        """Removes and returns the record of a request that has ended. None for a request without a wish."""
         traffic = self._traffic.pop(request_id, None)
         if traffic is not None and traffic.jobs:
             self._pause()  # its saves are late, and others would wait behind them
@@ -88,7 +90,9 @@ class PoolScheduler(MooncakeStoreScheduler):
             self._traffic[request.request_id] = Traffic(**wish)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed_tokens` that can be pulled, or None if not known yet: ask at the next step."""
+        """Returns the tokens beyond `num_computed_tokens` that can be pulled, or None if not known yet: call again at
+        the next step.
+        """
         traffic = self._traffic.get(request.request_id)
         if traffic is None or traffic.min_pull_tokens is None or traffic.pulled_tokens:
             return 0, False
@@ -108,7 +112,9 @@ class PoolScheduler(MooncakeStoreScheduler):
         return found, True
 
     def _look_up(self, request, traffic: Traffic) -> bool:
-        """Ask how much of the request the pool has; True once `traffic.hit_tokens` is known or given up."""
+        """Looks up how much of the request the pool has. Returns True once `traffic.hit_tokens` is known or given
+        up.
+        """
         now_s = time.monotonic()
         if traffic.answer is None:
             if now_s < self._paused_until_s:
@@ -153,7 +159,7 @@ class PoolScheduler(MooncakeStoreScheduler):
     # ---- saving ------------------------------------------------------------------------------------
 
     def request_ended(self, request, block_ids: tuple[list[int], ...]) -> None:
-        """Queue the save of all computed blocks if the request will be continued."""
+        """Queues the save of all computed blocks if the request will be continued."""
         traffic = self._traffic.get(request.request_id)
         if traffic is None:
             return
@@ -180,8 +186,8 @@ class PoolScheduler(MooncakeStoreScheduler):
         self._next_store_job_id += 1
         self._pin(pinned)
         self._pinned_saves[job.store_job_id] = (pinned, self._num_workers)
-        self._save_begun(job)  # now, not at the next step: whoever asks in between must not find it settled
-        self._finished_partial_tail_metas[request.request_id] = job  # vLLM's way to hand in a save after the end
+        self._save_begun(job)  # now, not at the next step: a call in between must not find it settled
+        self._finished_partial_tail_metas[request.request_id] = job  # vLLM's way to submit a save after the end
 
     def build_connector_meta(self, scheduler_output):
         scheduled = scheduler_output.num_scheduled_tokens
@@ -191,7 +197,8 @@ class PoolScheduler(MooncakeStoreScheduler):
         return self._meta
 
     def begin_again(self, begun: int) -> set[str]:
-        """Takes back the metadata of a step that raised before the workers, which have `begun` this one, had it.
+        """Takes back the metadata of a step that raised before the workers, which have `begun` this one, had received
+        it.
 
         Returns the requests that wait for loads which never began.
         """
@@ -210,11 +217,11 @@ class PoolScheduler(MooncakeStoreScheduler):
         return lost
 
     def _reference_save_blocks(self, meta) -> None:
-        """vLLM's last step of building metadata: here names get their version, and unwanted saves are dropped."""
+        """Replaces vLLM's last step of building metadata: names get their version, and unwanted saves are dropped."""
         kept = []
         for job in meta.requests:
             traffic = self._traffic.get(job.req_id)
-            if job.store_job_id is None:  # a load, or a save that vLLM asks for as a prompt is computed
+            if job.store_job_id is None:  # a load, or a save that vLLM requests as a prompt is computed
                 if traffic is None or (job.can_save and not traffic.save_prompt):
                     continue
                 job.block_hashes = self._names(job.block_hashes, traffic.version)

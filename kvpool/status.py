@@ -13,11 +13,11 @@ class MasterAnswer(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     master_address: str
-    """host:port of the master's RPC; another one than before once the master's node was lost."""
+    """host:port of the master's RPC; it changes when the master's node is lost."""
     mounted: bool | None
-    """Whether the store's segment is mounted, or None while the master process cannot be reached."""
+    """True if the store's segment is mounted, or None while the master process cannot be reached."""
     may_end: bool = False
-    """A store that leaves has nothing any more that another one could take."""
+    """True if a store that leaves has nothing any more that another one could take."""
 
 
 class StoreNodeStatus(BaseModel):
@@ -28,14 +28,14 @@ class StoreNodeStatus(BaseModel):
     node_id: str
     host: str
     segment: str
-    """Empty: not mounted now."""
+    """Name of its segment; empty: not mounted now."""
     pid: int | None
-    """Of mooncake_client; None while it is not running."""
+    """Process id of mooncake_client; None while it is not running."""
     restarts: int
     ssd: str
-    """`off`, `on`, or why there is none in one line."""
+    """`off`, `on`, or in one line why there is none."""
     leaving: bool = False
-    """No engine is on its node any more: its keys move to other stores, then it ends."""
+    """True if no engine is on its node any more: its keys move to other stores, then it ends."""
 
 
 class PoolStatus(BaseModel):
@@ -60,7 +60,9 @@ class PoolStatus(BaseModel):
     get_failures: int
     store_nodes: tuple[StoreNodeStatus, ...]
     left_stores: int = 0
-    """Stores that have left since the master's actor started; their keys that moved, and those that were lost."""
+    """Number of stores that have left since the master's actor started; their keys that moved, and those that were
+    lost.
+    """
     handed_keys: int = 0
     handed_bytes: int = 0
     lost_keys: int = 0

@@ -1,6 +1,6 @@
-"""Mooncake's store as vLLM's connector calls it: every block checked, every call counted, a pause after a failure.
+"""Mooncake's store for vLLM's connector: every block checked, every call counted, a pause after a failure.
 
-Invariant: a call returns codes and never raises; while paused it returns at once, so that a dead store costs one slow
+Invariant: a call returns codes and never raises. While paused it returns at once, so that a dead store costs one slow
 call per `retry_s` and not one per block. Wraps `mooncake.store.MooncakeDistributedStore`; used by the connector's
 worker, from its threads.
 """
@@ -23,20 +23,26 @@ CAUSES = {
     PAUSED: "paused",
     CORRUPT: "corrupt",
 }
-"""Mooncake's error codes (`mooncake-store/include/types.h`) as this deployment meets them, and our own."""
+"""Causes by Mooncake's error codes (`mooncake-store/include/types.h`) that occur in this deployment, and by our own
+codes.
+"""
 
 MAX_PIECES = 500
-"""Of one call. Mooncake's TCP transport (0.3.13.post1) takes 2,048 pieces for a peer, from all threads together, and
-fails the rest with -800: 128 keys of 60 pieces in one call lost 94. Smaller calls were no slower (350 MB/s)."""
+"""Maximum number of pieces of one call. Mooncake's TCP transport (0.3.13.post1) takes 2,048 pieces for a peer, from all
+threads together, and fails the rest with -800: 128 keys of 60 pieces in one call lost 94. Smaller calls were no slower
+(350 MB/s).
+"""
 
 CLOSE_S = 60.0
-"""No thread is in a call of a former client by then: one takes 4.3 s with a dead master, and a transfer up to 30 s."""
+"""Seconds after which no thread is in a call of a former client: a call takes 4.3 s with a dead master, and a transfer
+up to 30 s.
+"""
 
-LOSSES = {-800, -900}  # the other codes say something about a key, these about the pool
+LOSSES = {-800, -900}  # these codes concern the pool, the others a key
 
 
 class PoolStore:
-    """`retry_s`: how long nothing is tried after a call that failed as a whole. `clock`: seconds, monotonic.
+    """`retry_s`: seconds without a try after a call that failed as a whole. `clock`: seconds, monotonic.
 
     `check`: makes the check of each block, or None. A block whose check fails is a miss, is counted and is removed.
     """
@@ -56,7 +62,7 @@ class PoolStore:
         self._check = None if check is None else check(self.register_buffer)
 
     def replace(self, store) -> None:
-        """Continue with another client, of a master at another address; it gets the memory of the former one."""
+        """Switches to another client, of a master at another address; it registers the memory of the former one."""
         with self._lock:
             for address, size in self._registered:
                 if (code := store.register_buffer(address, size)) != 0:
@@ -68,11 +74,11 @@ class PoolStore:
         closing.start()
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
-        """1 where a key is there, 0 where not, a code below 0 where that is unknown."""
+        """Returns for each key 1 if it exists, 0 if not, and a code below 0 if that is unknown."""
         return self._call("lookup", self._store.batch_is_exist, keys)
 
     def batch_put_from_multi_buffers(self, keys: list[str], addresses, sizes, config) -> list[int]:
-        """0 for each key that was written; addresses and sizes [keys][pieces], in bytes."""
+        """Writes blocks. Returns 0 for each key that was written; addresses and sizes [keys][pieces], in bytes."""
         results = []
         for part in parts(sizes):
             results += self._call("save", self._put, keys[part], addresses[part], sizes[part], config)
@@ -80,7 +86,7 @@ class PoolStore:
         return results
 
     def batch_get_into_multi_buffers(self, keys: list[str], addresses, sizes) -> list[int]:
-        """Bytes read, or a code, for each key; addresses and sizes [keys][pieces], in bytes."""
+        """Reads blocks. Returns bytes read, or a code, for each key; addresses and sizes [keys][pieces], in bytes."""
         results = []
         for part in parts(sizes):
             results += self._call("load", self._get, keys[part], addresses[part], sizes[part])
@@ -136,7 +142,7 @@ class PoolStore:
 
 
 def parts(sizes: list[list[int]]) -> list[slice]:
-    """The keys in order, cut so that no part has more than MAX_PIECES pieces, or is a single key."""
+    """Returns slices of the keys in order, none with more than MAX_PIECES pieces unless it is a single key."""
     cuts, pieces = [0], 0
     for i, of_key in enumerate(sizes):
         if pieces + len(of_key) + 1 > MAX_PIECES and i > cuts[-1]:

@@ -1,8 +1,8 @@
-"""KvStoreNode: runs mooncake_client on one node, which lends the pool that node's memory and, if asked, its SSD.
+"""KvStoreNode: runs mooncake_client on one node, which lends the pool that node's memory and, if configured, its SSD.
 
-Invariant: its segment keeps its name over restarts, and it leaves no files: the SSD tier is one file whose
-name is removed as soon as the process has it open, so its bytes are free when the process ends, however it ends.
-A lost store is a lost cache. A plain class: kvpool/pool.py makes the actor, one per node.
+Invariant: its segment keeps its name over restarts, and it leaves no files: the SSD tier is one file whose name is
+removed as soon as the process has it open, so its bytes are free when the process ends, however it ends. A lost store
+is a lost cache. A plain class: kvpool/pool.py makes the actor, one per node.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from tailrace.kvpool.programs import program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, StoreNodeStatus
 
 REMOUNT_S = 20.0
-"""A store whose segment the master has not known for so long is started again; it mounts again within about 3 s."""
+"""Seconds after which a store whose segment the master does not know is restarted; it mounts again within about 3 s."""
 
 SSD_FILE = "kv_cache.data"
 SSD_BUFFER_BYTES = 128 * 2**20
-"""Reads from the SSD pass through this buffer; upstream's 1.25 GB would be taken from the node at once."""
+"""Bytes of the buffer for reads from the SSD; upstream's 1.25 GB would be taken from the node at once."""
 
 FIRST_LEASE_S = 1800.0
-"""An engine renews its lease once it has loaded its model, which may take so long."""
+"""Seconds of an engine's first lease: it renews the lease once it has loaded its model, which may take that long."""
 
 Report = Callable[[StoreNodeStatus, str], Awaitable[MasterAnswer | None]]
-"""KvMaster.report, wherever it is; None while it is being restarted."""
+"""KvMaster.report, on whatever node; None while it is being restarted."""
 
 
 class KvStoreNode:
-    """`port` names the segment, `host:port`, and is where other nodes ask for keys on the SSD."""
+    """`port` names the segment, `host:port`; other nodes read keys on the SSD there."""
 
     def __init__(self, config: PoolConfig, node_id: str, master_address: str, host: str, port: int, report: Report):
         self._config, self._node_id, self._master_address = config, node_id, master_address
@@ -41,11 +41,12 @@ class KvStoreNode:
         self.segment = f"{host}:{port}"
         self._folder, self._ssd = ssd_folder(config)
         self._is_mounted = asyncio.Event()
-        self._leases = {"": time.monotonic() + FIRST_LEASE_S}  # by holder: until when it needs this store
+        self._leases = {"": time.monotonic() + FIRST_LEASE_S}  # by holder: end of its lease
         self._process = ChildProcess("mooncake_client", self._launch)
 
     async def endpoint(self, deadline_s: float, holder: str = "engine", lease_s: float = FIRST_LEASE_S) -> PoolEndpoint:
-        """The endpoint for an engine on this node, once the segment is mounted. Raises PoolDown after `deadline_s`.
+        """Returns the endpoint for an engine on this node, once the segment is mounted. Raises PoolDown after
+        `deadline_s`.
 
         The store stays for `lease_s` from now, for this `holder`, which renews its lease by calling again.
         """
@@ -61,13 +62,13 @@ class KvStoreNode:
         return PoolEndpoint(self._master_address, self._host, self.segment, self._config)
 
     async def leave(self) -> None:
-        """Begin to leave, unless a holder renews its lease first."""
+        """Starts to leave, unless a holder renews its lease first."""
         self._leases = {"": time.monotonic()}
 
     async def run(self) -> None:
-        """Report and look after the process.
+        """Reports, and watches the process.
 
-        Returns when it is needed no more and its keys are elsewhere. Raises as the report does: the master is gone.
+        Returns when it is no longer needed and its keys are elsewhere. Raises the report's error if the master is gone.
         """
         known_s = time.monotonic()
         while True:
@@ -92,7 +93,7 @@ class KvStoreNode:
             await asyncio.sleep(REPORT_S if mounted else UNMOUNTED_S)
 
     async def stop(self) -> None:
-        """End the process for good."""
+        """Ends the process for good."""
         await asyncio.to_thread(self._process.stop)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -109,11 +110,11 @@ class KvStoreNode:
         )
 
     def _is_leaving(self) -> bool:
-        """Whether no engine is on this node any more."""
+        """Returns whether no engine is on this node any more."""
         return max(self._leases.values()) <= time.monotonic()
 
     def _forget_file(self) -> None:
-        """Remove the SSD file's name once the process has it open; it never opens it again (Mooncake 0.3.13)."""
+        """Removes the SSD file's name once the process has it open; it never opens it again (Mooncake 0.3.13)."""
         pid = self._process.pid
         file = None if self._folder is None else self._folder / SSD_FILE
         if pid is None or file is None or not file.exists():
@@ -153,7 +154,9 @@ class KvStoreNode:
 
 
 def ssd_folder(config: PoolConfig) -> tuple[Path | None, str]:
-    """A new folder for one store, and `on`, `off`, or in one line why there is none: an SSD is never needed."""
+    """Returns a new folder for one store, and `on`, `off`, or in one line why there is none: an SSD is never
+    required.
+    """
     if config.ssd_path is None:
         return None, "off"
     path = Path(config.ssd_path)

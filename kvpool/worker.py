@@ -1,7 +1,7 @@
-"""The connector's worker side: vLLM's Mooncake worker, with deadlines for loads and an account of every save.
+"""The connector's worker side: vLLM's Mooncake worker, with deadlines for loads and a record of every save.
 
-Invariant: a load is reported to the scheduler exactly once, when it ends or at its deadline, whichever comes first;
-a late load still writes into blocks that the scheduler keeps pinned until it has returned. Needs no CUDA.
+Invariant: a load is reported to the scheduler exactly once, when it ends or at its deadline, whichever comes first; a
+late load still writes into blocks that the scheduler keeps pinned until it has returned. Needs no CUDA.
 """
 
 import os
@@ -28,7 +28,9 @@ from tailrace.kvpool.keys import PREFIX
 from tailrace.kvpool.store import MAX_PIECES, PoolStore
 
 PROBE_BLOCKS = (1, 8)
-"""Enough to separate the fixed cost of a pull from its speed; they occupy the KV cache for some milliseconds."""
+"""Sizes of probes, in blocks: enough to separate the fixed cost of a pull from its speed; they occupy the KV cache for
+some milliseconds.
+"""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class PoolWorkerMetadata(MooncakeStoreWorkerMetadata):
     returned_loads: Counter = field(default_factory=Counter)  # request -> ranks whose load has returned
     failed_loads: dict[str, str] = field(default_factory=dict)  # request -> why its load failed
     counts: Counter = field(default_factory=Counter)
-    pulls: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) of loads that ended well
+    pulls: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) of successful loads
     step: int = 0  # number of the scheduler's metadata that this follows
 
     def aggregate(self, other: "PoolWorkerMetadata") -> "PoolWorkerMetadata":
@@ -87,7 +89,7 @@ class PoolWorker(MooncakeStoreWorker):
         self._unheard: set[str] = set()  # loads whose end is to be reported again
 
     def rejoin(self, master_address: str) -> None:
-        """Continue with the master at another address. Raises RuntimeError, and changes nothing, if it is not there."""
+        """Switches to the master at another address. Raises RuntimeError, and changes nothing, if it is not there."""
         config, store = replace(self._client, master_server_address=master_address), MooncakeDistributedStore()
         setup_mooncake_store(store, config, get_requester_local_hostname(get_ip()))
         self.store.replace(store)
@@ -98,7 +100,7 @@ class PoolWorker(MooncakeStoreWorker):
         retire = send.finish_store_job
 
         def finish_store_job(job) -> None:
-            """Note how far the request was saved, before vLLM forgets it with the job."""
+            """Records how far the request was saved, before vLLM removes it with the job."""
             with send.done_task_lock:
                 self._report.saved_tokens[job.store_job_id] = send._saved_offset.get(job.req_id, 0)
             retire(job)
@@ -106,8 +108,9 @@ class PoolWorker(MooncakeStoreWorker):
         send.finish_store_job = finish_store_job
 
     def begin(self, metadata) -> None:
-        """Before the step's forward pass: the saves that need not wait for it, and on a CPU the loads too. There vLLM's
-        own turn comes when the pass has been computed, which is a step later."""
+        """Starts, before the step's forward pass, the saves that need not wait for it, and on a CPU the loads too.
+        There vLLM's own call comes after the pass, which is a step later.
+        """
         self._step, saves = getattr(metadata, "step", 0), [one for one in metadata.requests if one.can_save]
         self._due = [request for request in saves if not isinstance(request, SaveOfEnded)]
         self._save([request for request in metadata.requests if isinstance(request, SaveOfEnded)])
@@ -129,7 +132,9 @@ class PoolWorker(MooncakeStoreWorker):
         super().start_load_kv(metadata)
 
     def wait_for_save(self, metadata) -> None:
-        """Called after the pass, by vLLM also if it has raised: then its blocks do not hold the KV of their names."""
+        """Starts saves after the pass. vLLM calls it also if the pass has raised: then its blocks do not hold the KV of
+        their names.
+        """
         due, self._due = self._due, []
         if sys.exc_info()[0] is None:
             self._save(due)
@@ -142,8 +147,9 @@ class PoolWorker(MooncakeStoreWorker):
             self.kv_send_thread.finish_store_job(job)
 
     def begin_again(self, heard: int) -> int:
-        """Ends the half of a step that raised. `heard`: number of the last report that the scheduler has got; a later
-        one is sent again. Returns the number of the metadata last begun."""
+        """Ends the half of a step that raised. `heard`: number of the last report that the scheduler has received; a
+        later report is sent again. Returns the number of the metadata last begun.
+        """
         due, self._due = self._due, []
         self._drop(due)
         if self._sent.step > heard:
@@ -154,7 +160,7 @@ class PoolWorker(MooncakeStoreWorker):
         return self._step
 
     def _save(self, jobs: list[ReqMeta]) -> None:
-        """Hands saves to the saving thread; on a CPU there is nothing that they must await."""
+        """Passes saves to the saving thread; on a CPU there is nothing to wait for."""
         fence = torch.cuda.Event() if jobs and torch.cuda.is_available() else None
         if fence is not None:
             fence.record()
@@ -214,12 +220,14 @@ class PoolWorker(MooncakeStoreWorker):
             self._counts.add(f"pull_failed.{failure}")
 
     def layout(self) -> tuple[tuple[str, ...], int]:
-        """(prefixes of the keys under which a block is kept, over all ranks; bytes of one token's KV on this rank)."""
+        """Returns (prefixes of the keys under which a block is kept, over all ranks; bytes of one token's KV on this
+        rank).
+        """
         prefixes = tuple(prefix for group in self._lookup_key_prefixes for prefix in group)
         return prefixes, sum(sum(db.block_len) // db.block_size for db in self.token_dbs)
 
     def probe(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of a small and a larger pull, measured with blocks that are not in use yet."""
+        """Returns (tokens, seconds) of a small and a larger pull, measured with blocks that are not in use yet."""
         measured, db = [], self.token_dbs[0]
         for blocks in PROBE_BLOCKS:
             keys = [f"{PREFIX}-probe-{os.getpid()}-{block}" for block in range(blocks)]
@@ -236,7 +244,7 @@ class PoolWorker(MooncakeStoreWorker):
 
 
 def block_check(extra: dict) -> Callable[[Register], BlockCheck] | None:
-    """Makes the check that `kv_connector_extra_config` asks for."""
+    """Makes the check that `kv_connector_extra_config` selects."""
     if extra["block_check"] == "off":
         return None
     key = mac_key(extra["mac_key_file"]) if extra["block_check"] == "mac" else None
@@ -245,25 +253,25 @@ def block_check(extra: dict) -> Callable[[Register], BlockCheck] | None:
 
 
 def pool_worker(worker) -> PoolWorker:
-    """The worker side of the connector in a vLLM worker: for functions that `collective_rpc` calls there."""
+    """Returns the worker side of the connector in a vLLM worker, for functions that `collective_rpc` calls there."""
     return get_kv_transfer_group().connector_worker
 
 
 def layout(worker) -> tuple[tuple[str, ...], int]:
-    """`PoolWorker.layout` by `collective_rpc`."""
+    """Calls `PoolWorker.layout` for `collective_rpc`."""
     return pool_worker(worker).layout()
 
 
 def rejoin(worker, master_address: str) -> None:
-    """`PoolWorker.rejoin` by `collective_rpc`."""
+    """Calls `PoolWorker.rejoin` for `collective_rpc`."""
     pool_worker(worker).rejoin(master_address)
 
 
 def begin_again(worker, heard: int) -> int:
-    """`PoolWorker.begin_again` by `collective_rpc`."""
+    """Calls `PoolWorker.begin_again` for `collective_rpc`."""
     return pool_worker(worker).begin_again(heard)
 
 
 def probe(worker) -> list[tuple[int, float]]:
-    """`PoolWorker.probe` by `collective_rpc`."""
+    """Calls `PoolWorker.probe` for `collective_rpc`."""
     return pool_worker(worker).probe()

@@ -7,7 +7,7 @@ from tailrace.deployments.feed.deltas import Sections
 
 
 def news(known: Sections, changes: Sections) -> list[str]:
-    """`known`: the state before the changes."""
+    """Returns the lines. `known`: the state before the changes."""
     lines = [
         *_replicas(known.get("replicas", {}), changes.get("replicas", {})),
         *_batches(known.get("batches", {}), changes.get("batches", {})),

@@ -13,7 +13,7 @@ SCRIPTS = ("parts.js", "tables.js", "curves.js", "sample.js", "board.js")
 
 @cache
 def page(recorded: bool = False) -> str:
-    """`recorded`: of a recorded run, with a slider, instead of a service."""
+    """Returns the page. `recorded`: for a recorded run, with a slider, instead of a service."""
     body, sheet = ((WEB / name).read_text(encoding="utf-8") for name in ("board.html", "board.css"))
     script = "\n".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = b64encode(sha256(script.encode()).digest()).decode()

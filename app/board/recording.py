@@ -1,6 +1,6 @@
-"""A recorded run in the form of the board: deltas by time, and the known history of each sample. Pure.
+"""A recorded run in the format of the board: deltas by time, and the known history of each sample. Pure.
 
-`lab.timeline.playback` makes it from a journal; the page folds the deltas up to the moment that a slider names.
+`lab.timeline.playback` makes it from a journal; the page applies the deltas up to the moment that a slider selects.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tailrace.deployments.feed.deltas import Sections
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`frames`: (seconds since the begin, changes). `samples`: by id, as `/board/sample` gives them."""
+    """`frames`: (seconds since the start, changes). `samples`: by id, as `/board/sample` returns them."""
 
     name: str
     frames: tuple[tuple[float, Sections], ...]

@@ -1,6 +1,6 @@
-"""The board's routes: the page, its stream of deltas as server-sent events, one sample. Nothing can be changed by them.
+"""The board's routes: the page, its stream of deltas as server-sent events, one sample. They are read-only.
 
-`/board` of a gateway, which asks for its tokens; and `tailrace board`, on loopback. Without tokens a name other than
+`/board` of a gateway, which requires its tokens; and `tailrace board`, on loopback. Without tokens a name other than
 loopback's in the Host header is refused, so that no page of another site reads them by a name that it points here.
 """
 
@@ -24,7 +24,9 @@ FRESH = {"Cache-Control": "no-store"}
 def add_board(
     app: FastAPI, watcher: Watcher, reader: Callable[[Request], RolloutClient], any_host: bool, path: str = "/board"
 ) -> None:
-    """`reader`: the client of a request's caller, by whose role texts are shown. `path`: of the page."""
+    """Adds the routes. `reader`: returns the client of a request's caller, whose role decides whether texts are shown.
+    `path`: path of the page.
+    """
 
     @app.get(path, include_in_schema=False)
     async def whole_page(http: Request):
@@ -66,7 +68,7 @@ def _refused(http: Request, any_host: bool) -> Response | None:
 
 
 def make_board(client: RolloutClient) -> FastAPI:
-    """The board of a running service, for loopback alone. `client`: of an evaluator."""
+    """Returns the board of a running service, for loopback alone. `client`: an evaluator's."""
     watcher = Watcher(lambda: client, always=True)
 
     @asynccontextmanager
@@ -81,7 +83,7 @@ def make_board(client: RolloutClient) -> FastAPI:
 
 
 def make_playback(recording: Recording) -> FastAPI:
-    """The same page over a recorded run, for loopback alone."""
+    """Returns the same page over a recorded run, for loopback alone."""
     app = FastAPI(title="Tailrace board", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/")

@@ -1,7 +1,7 @@
-"""A follower of a service that hands its state to any number of browsers, with curves and news of the last minutes.
+"""Follows a service for any number of browsers, and keeps curves and news of the last minutes.
 
-Invariant: nothing grows: curves and news are bounded, and browsers read from one bounded run of deltas. A service that
-is away is a row that says so; the state before it stays. With no browser for IDLE_S it does not watch, unless `always`.
+Invariant: nothing grows: curves and news are bounded, and browsers read from one bounded run of deltas. An unreachable
+service is shown by a row; the state before it stays. With no browser for IDLE_S it does not watch, unless `always`.
 """
 
 import asyncio
@@ -17,22 +17,21 @@ from tailrace.deployments.feed.deltas import Deltas, change
 from tailrace.deployments.messages.errors import one_line
 
 KEPT_MOMENTS = 900
-"""Points of the curves, one a second: 15 minutes."""
+"""Maximum number of points of the curves, one a second: 15 minutes."""
 
 KEPT_NEWS = 200
 RATE_S = 5.0
-"""Of a rate: a replica reports some times in it."""
+"""Seconds over which a rate is computed: a replica reports several times in it."""
 
 AWAY_S = 4.0
-"""After AWAY_S without a delta the service is shown as unreachable; the watcher keeps waiting."""
+"""Seconds without a delta after which the service is shown as unreachable; the watcher keeps waiting."""
 
 AGAIN_S = 1.0
 IDLE_S = 900.0
 
 
 class Watcher:
-    """`client`: makes an observer's. `always`: watch without browsers too, so that the curves are there for the first
-    one."""
+    """`client`: makes an observer's. `always`: watch without browsers too, so that the first one finds curves."""
 
     def __init__(self, client: Callable[[], RolloutClient], always: bool = False):
         self._client, self._always = client, always
@@ -45,7 +44,7 @@ class Watcher:
         self.viewers, self._left_s = 0, 0.0
 
     def begin(self) -> None:
-        """Watch from now on, if it does not yet."""
+        """Starts watching, unless it does already."""
         if self._task is None:
             self._deltas.put(time.time(), {"board": {"away": "it has not answered yet"}})
             self._task = asyncio.ensure_future(self._run())
@@ -56,7 +55,7 @@ class Watcher:
             self._task = None
 
     async def follow(self, epoch: str = "", number: int = 0) -> AsyncIterator[str]:
-        """Deltas as JSON, see `Deltas.follow`. One that reads slowly misses some, and none waits for another."""
+        """Yields deltas as JSON, see `Deltas.follow`. A slow reader misses some, and no reader waits for another."""
         self.begin()
         self.viewers += 1
         try:
@@ -100,7 +99,7 @@ class Watcher:
             self._deltas.put(time.time(), {"board": {"away": why}})
 
     def _see(self, delta: dict[str, Any]) -> None:
-        """Take a delta of the service. Of a whole state, after a break, only the differences count."""
+        """Takes a delta of the service. If it is a whole state, after a break, only the differences count."""
         state, changes = self._deltas.state, delta["sections"]
         if delta["whole"]:
             known = {name: rows for name, rows in state.items() if name not in ("board", "news", "moments")}
@@ -140,7 +139,7 @@ class Watcher:
         return found
 
     def _rate(self, at_s: float, made: int) -> float | None:
-        """Tokens a second; None before the second look, and after a break."""
+        """Returns tokens per second; None before the second reading, and after a break."""
         if self._made and made < self._made[-1][1]:  # another coordinator counts from 0
             self._made.clear()
         self._made.append((at_s, made))

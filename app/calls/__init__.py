@@ -1,1 +1,1 @@
-"""Parts of `RolloutClient`: its kinds of calls, their blocking twins, and how they outlive the coordinator."""
+"""Parts of `RolloutClient`: its kinds of calls, their blocking twins, and how they survive the coordinator's loss."""

@@ -14,17 +14,17 @@ from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 
 
 class AdapterCalls:
-    """`_ask` and `status` are the client's; `_adapters`: by name, of its loads."""
+    """`_ask` and `status` belong to the client. `_adapters`: adapters that it has loaded, by name."""
 
     _adapters: dict[str, Adapter]
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Load the adapter in the absolute folder `path` on every replica, and name it.
+        """Loads the adapter in the absolute folder `path` on every replica, under a name.
 
         The folder has PEFT's adapter_config.json and adapter_model.safetensors. The same content again changes nothing,
-        so a call may be repeated; another content is the next version of the name, for the samples that come from now
-        on: those in flight end with the one that they began with, so keep its folder for as long. Returns its version
-        and digest. Raises AdapterRejected, with the reason; the name then keeps its content.
+        so a call may be repeated. Another content is the next version of the name, for samples that arrive later;
+        samples in flight end with their own, so keep its folder until then. Returns its version and digest. Raises
+        AdapterRejected, with the reason; the name then keeps its content.
         """
         answer = await self._ask("load_adapter", name, path)
         if isinstance(answer, Rejected):
@@ -35,7 +35,7 @@ class AdapterCalls:
     load_adapter_blocking = blocking(load_adapter)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter's name. Samples in flight end with it. Raises AdapterRejected if it is not loaded."""
+        """Removes an adapter's name. Samples in flight end with it. Raises AdapterRejected if it is not loaded."""
         self._adapters.pop(name, None)
         answer = await self._ask("unload_adapter", name)
         if isinstance(answer, Rejected):
@@ -44,15 +44,16 @@ class AdapterCalls:
     unload_adapter_blocking = blocking(unload_adapter)
 
     async def adapters(self) -> tuple[Adapter, ...]:
-        """The adapters that requests may name."""
+        """Returns the adapters that requests may name."""
         return (await self.status()).adapters
 
     adapters_blocking = blocking(adapters)
 
     async def _load_again(self, names: Iterable[str | None]) -> bool:
-        """Load those of these adapters again that this client has loaded and the service has not: it was restarted.
-        Returns whether there is one of this client's, and the service has all of these by then; nothing is loaded if it
-        lacks another one."""
+        """Loads again those of these adapters that this client has loaded and the service, since a restart, has not.
+        Returns True if one is this client's and the service now has all of them; nothing is loaded if it lacks another
+        one.
+        """
         wanted = dict.fromkeys(name for name in names if name is not None)
         if not self._adapters.keys() & wanted.keys():
             return False
@@ -66,6 +67,8 @@ class AdapterCalls:
         return True
 
     def _min_adapter_versions(self, settings: BatchSettings) -> dict[str, int]:
-        """Versions of adapters, by name, that the coordinator must hold: of this client's last loads, or higher."""
+        """Returns minimum versions of adapters, by name, that the coordinator must hold: those of this client's last
+        loads, or higher.
+        """
         own = {name: adapter.version for name, adapter in self._adapters.items()}
         return own | {n: max(v, own.get(n, 0)) for n, v in settings.min_adapter_versions.items()}

@@ -1,6 +1,6 @@
 """Blocking twins of coroutines and async iterators, for drivers without an event loop and for those inside one.
 
-Each call runs on an event loop of a thread of its own, so it works from any thread, also from one whose own loop is
+Each call runs on an event loop of a separate thread, so it works from any thread, also from one whose own loop is
 running (which it then blocks). Called by `app.calls.client` alone.
 """
 
@@ -16,7 +16,7 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """A function that runs the coroutine to its end and returns its result, or raises its error."""
+    """Returns a function that runs the coroutine to its end and returns its result, or raises its error."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -38,7 +38,7 @@ def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 
 def blocking_iterator(method: Callable[P, AsyncIterator[T]]) -> Callable[P, Iterator[T]]:
-    """A generator over the items of an async iterator. Closing it closes that."""
+    """Returns a generator over the items of an async iterator. Closing the generator closes the iterator."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
@@ -88,7 +88,7 @@ def _drained(stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
 
 
 def _next_of(items: Queue, made_in: int):
-    """The next item. Raises RuntimeError in a forked process, which would wait for ever."""
+    """Returns the next item. Raises RuntimeError in a forked process, which would wait for ever."""
     if os.getpid() != made_in:
         raise RuntimeError("the iterator is of the process that this one was forked from; make one here")
     return items.get()

@@ -38,15 +38,15 @@ from tailrace.deployments.telemetry import MAX_TRACES, Telemetry, traceparent
 from tailrace.policies.families.registry import Policies
 
 READER_S = 20.0
-"""Seconds for which a batch id that another driver reads is asked for: that driver may be gone."""
+"""Seconds for which a batch id that another driver reads is requested again: that driver may be gone."""
 
 
 class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
-    `resume_s`: seconds for which a call waits for a coordinator that was lost; then it raises Ray's error.
-    `role`: trainer may do everything; evaluator roll out and read the status; observer read the status alone.
-    `handle`: the application's handle, if it is at hand; its name does not count then.
+    `resume_s`: seconds for which a call waits for a lost coordinator; then it raises Ray's error. `role`: a trainer may
+    do everything; an evaluator may roll out and read the status; an observer may read the status alone. `handle`: the
+    application's handle, if available; then its name does not count.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         self._texts = ResultTexts(self._ask)
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
-        """Roll out a batch. Yields each group as it finishes, in any order.
+        """Rolls out a batch. Yields each group as it finishes, in any order.
 
-        Continues after the coordinator was lost: missing groups are made again, with the same tokens. A batch
-        is never rolled out under a lower weights version than this client's last update.
+        Continues after the coordinator was lost: missing groups are made again, with the same tokens. A batch is never
+        rolled out under a lower weights version than this client's last update.
         """
         attributes = {"id": batch.batch_id, "groups": len(batch.groups)}
         attributes = {f"tailrace.batch.{name}": value for name, value in attributes.items()}
@@ -121,10 +121,11 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     async def _groups(
         self, batch: RolloutBatch, driver: str, have: list[str], resumed: bool
     ) -> AsyncIterator[GroupResult]:
-        """The groups of one stream, without those in `have`. Raises Interrupted if another stream may give the rest.
+        """Yields the groups of one stream, without those in `have`. Raises Interrupted if another stream may give the
+        rest.
 
         `driver`: names the call of `rollout` over all its streams. `resumed`: this is not its first stream, so a batch
-        that has been taken once waits for its quota.
+        that was accepted once waits for its quota.
         """
         version = self._weights[0] if self._weights else 0
         lowest = {"min_weights_version": max(batch.min_weights_version, version)}
@@ -153,7 +154,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
             stream.cancel()  # else the batch would run to its end without a reader
 
     async def _ask(self, method: str, *arguments):
-        """A call of the coordinator, made again while it is lost: each of them may be repeated."""
+        """Calls the coordinator, again and again while it is lost: each of these calls may be repeated."""
         patience = Patience(self._resume_s)
         while True:
             try:
@@ -162,18 +163,20 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
                 await patience.wait(Interrupted(error))
 
     async def cancel(self, batch_id: str) -> bool:
-        """End a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in flight."""
+        """Ends a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in
+        flight.
+        """
         return await self._ask("cancel", batch_id)
 
     cancel_blocking = blocking(cancel)
 
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
-        """Load the safetensors folder `source` on every replica. Samples in flight continue under `version`.
+        """Loads the safetensors folder `source` on every replica. Samples in flight continue under `version`.
         `send_weights` does the same without a folder.
 
-        `version` must not be below the current one; the current one again, with the same content, is done already, so a
-        call may be repeated. `digest`: of the content that is meant, from an earlier `WeightsLoaded`; empty for any.
-        Raises WeightsRejected, with the reason, if the update failed.
+        `version` must not be below the current one. The current one with the same content changes nothing, so a call
+        may be repeated. `digest`: the intended content's digest, from an earlier `WeightsLoaded`; empty for any. Raises
+        WeightsRejected, with the reason, if the update failed.
         """
         answer = await self._ask("update_weights", version, source, digest)
         if isinstance(answer, Rejected):
@@ -184,7 +187,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     update_weights_blocking = blocking(update_weights)
 
     async def record_rewards(self, group: GroupResult, rewards: Mapping[int, float] | Sequence[float]) -> None:
-        """Record the rewards of a group's samples, by sample index. Drafts of later epochs follow the better answers.
+        """Records the rewards of a group's samples, by sample index. Drafts of later epochs follow the better answers.
 
         Best effort: rewards are kept if the service keeps history; the call does not wait for the write.
         """
@@ -194,31 +197,31 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     record_rewards_blocking = blocking(record_rewards)
 
     async def forget_history(self) -> int:
-        """Forget the answers of all earlier epochs, on disk too. Returns their number."""
+        """Deletes the answers of all earlier epochs, on disk too. Returns their number."""
         return await self._ask("forget_history")
 
     forget_history_blocking = blocking(forget_history)
 
     async def inspect_group(self, name: str) -> dict | None:
-        """The group context's entry for a group id, prompt id or prompt key, or None if it has none."""
+        """Returns the group context's entry for a group id, prompt id or prompt key, or None if it has none."""
         return await self._ask("inspect_group", name)
 
     inspect_group_blocking = blocking(inspect_group)
 
     async def pool_detail(self) -> PoolView | None:
-        """The pool's status with the number of keys per weights version, counted for this call."""
+        """Returns the pool's status with the number of keys per weights version, counted for this call."""
         return await self._ask("pool_detail")
 
     pool_detail_blocking = blocking(pool_detail)
 
     async def drain_pool(self) -> int | None:
-        """Empty the pool. Returns the number of removed keys, or None if the service has no pool."""
+        """Empties the pool. Returns the number of removed keys, or None if the service has no pool."""
         return await self._ask("drain_pool")
 
     drain_pool_blocking = blocking(drain_pool)
 
     async def set_policies(self, policies: Policies) -> None:
-        """Switch to other policies as soon as no batch is in flight.
+        """Switches to other policies as soon as no batch is in flight.
 
         They are sent by name and knobs. Raises PoliciesRejected if the service cannot make them, or may not: a policy
         of your own must be of a package in the deployment's `allowed_code`.
@@ -230,10 +233,10 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     set_policies_blocking = blocking(set_policies)
 
     async def journal(self, on: bool) -> str | None:
-        """Turn the journal of the core's events and actions on or off, as soon as no batch is in flight.
+        """Turns the journal of the core's events and actions on or off, as soon as no batch is in flight.
 
-        Returns the journal so far under the current policies, as JSON lines, or None if there is none. It ends a
-        minute after this process.
+        Returns the journal so far under the current policies, as JSON lines, or None if there is none. Journaling ends
+        a minute after this process.
         """
         if self._journaling is not None:
             self._journaling.stop()
@@ -245,7 +248,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     journal_blocking = blocking(journal)
 
     async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
-        """Follow the number of engine replicas that are up and wanted: now, then at each change, until it is dropped.
+        """Yields the number of engine replicas that are up and wanted: now, then at each change, until it is closed.
 
         Resources of replicas given back are free for Ray once `replicas` equals `wanted`.
         """
@@ -254,12 +257,12 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
             async for change in changes:
                 yield _admitted(change)
         finally:
-            changes.cancel()  # or the coordinator follows for ever, and has 20 s to end before it is killed
+            changes.cancel()  # else the coordinator's stream never ends, and it has 20 s to end before it is killed
 
     replica_changes_blocking = blocking_iterator(replica_changes)
 
     async def reserve(self, replicas: int) -> None:
-        """Ask for at least `replicas` replicas until the next batch comes.
+        """Requests at least `replicas` replicas until the next batch arrives.
 
         Engines that were given back take seconds to minutes to start; a call before the step hides that time. The
         limits of the configuration hold.
@@ -269,7 +272,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     reserve_blocking = blocking(reserve)
 
     async def reset_caches(self) -> bool:
-        """Drop the KV of ended chunks on every replica. Returns False if one keeps it, since chunks run there.
+        """Drops the KV of ended chunks on every replica. Returns False if one keeps it, because chunks run there.
 
         For benchmarks, between batches.
         """
@@ -278,7 +281,9 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     reset_caches_blocking = blocking(reset_caches)
 
     async def take_trace(self, batch_id: str) -> list[dict]:
-        """The spans of a batch that this client rolled out with `keep_trace`: the driver's and the service's."""
+        """Returns the spans of a batch that this client rolled out with `keep_trace`: the driver's and the
+        service's.
+        """
         trace_id = self._traces.pop(batch_id)
         return self._telemetry.take(trace_id) + await self._ask("take_spans", trace_id)
 
@@ -286,7 +291,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
 
 
 def _admitted(answer):
-    """The answer itself. Raises PermissionError if it is a refusal of this client's role."""
+    """Returns the answer itself. Raises PermissionError if it is a refusal of this client's role."""
     if isinstance(answer, NotAdmitted):
         raise PermissionError(answer.reason)
     return answer

@@ -1,8 +1,8 @@
-"""Errors of a client: a refused request, a stream that broke off. Raised by `app.calls.client` and its calls."""
+"""Errors of a client: a refused request, a broken stream. Raised by `app.calls.client` and its calls."""
 
 
 class RolloutRejected(ValueError):
-    """The service refused the batch. The text names the fault and its mend."""
+    """The service refused the batch. The text names the fault and the remedy."""
 
 
 class QuotaExceeded(RolloutRejected):
@@ -18,7 +18,7 @@ class AdapterRejected(ValueError):
 
 
 class TooLargeForQuota(RolloutRejected):
-    """The batch or request exceeds a quota of the service by itself: asking again is no use. The text names it."""
+    """The batch or request exceeds a quota of the service by itself: repeating it is no use. The text names it."""
 
 
 class WeightsRejected(ValueError):
@@ -30,4 +30,4 @@ class PoliciesRejected(ValueError):
 
 
 class StreamBroken(ConnectionError):
-    """A stream cannot continue after the tokens that it has given."""
+    """A stream cannot continue after the tokens that it has yielded."""

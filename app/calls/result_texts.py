@@ -1,7 +1,7 @@
 """Decoders for the texts of results, with the tokenizers of the models that made them.
 
-Invariant: a text is decoded by a tokenizer of the very files that the coordinator has: those of this host's folder of
-the model if they are the same, else the coordinator's, sent once. Called by `RolloutClient`.
+Invariant: a text is decoded by a tokenizer of exactly the files that the coordinator has: those of this host's model
+folder if they are the same, else the coordinator's, sent once. Called by `RolloutClient`.
 """
 
 import threading
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class TextDecoder:
-    """Of one tokenizer, loaded when the first text is asked for. `files`: empty if those in `folder` are the same.
+    """Decoder of one tokenizer, loaded at the first text. `files`: empty if those in `folder` are the same.
 
-    A text raises LookupError if the files are not of the tokenizer `name`: those of the service have changed.
+    Decoding raises LookupError if the files do not belong to the tokenizer `name`: the service's files have changed.
     """
 
     def __init__(self, name: str, folder: str, files: dict[str, bytes]):
@@ -49,14 +49,14 @@ class TextDecoder:
 
 
 class ResultTexts:
-    """`ask`: the coordinator's answer to a call, by its name and arguments."""
+    """`ask`: calls the coordinator, by name and arguments."""
 
     def __init__(self, ask: Callable[..., Awaitable]):
         self._ask = ask
         self._decoders: dict[str, TextDecoder] = {}
 
     async def attach(self, group: GroupResult) -> None:
-        """Give each sample that waits for its text a decoder. Asks the coordinator once for each tokenizer."""
+        """Gives a decoder to each sample that waits for its text. Asks the coordinator once for each tokenizer."""
         for sample in group.samples:
             if sample.tokenizer:
                 sample.decode_by(self._decoders.get(sample.tokenizer) or await self._found(sample.tokenizer))

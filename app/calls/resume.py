@@ -1,4 +1,4 @@
-"""Parts of a client that outlives the coordinator: heartbeat, patience, and the errors that mean that it is lost.
+"""Parts of a client that survives the coordinator's loss: heartbeat, patience, and the errors that mean a loss.
 
 Called by `app.calls.client`.
 """
@@ -13,7 +13,7 @@ from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.rollout import GroupResult
 
 PAUSE_S = (0.2, 5.0)
-"""Shortest and longest pause before a lost service is asked again."""
+"""Minimum and maximum seconds before a lost service is asked again."""
 
 
 class Heartbeat:
@@ -28,12 +28,12 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stopped.wait(RENEW_S):
-            with contextlib.suppress(Exception):  # the service is away; the stream itself says so
+            with contextlib.suppress(Exception):  # the service is unreachable; the stream itself raises
                 self._beat()
 
 
 class Taken:
-    """Counts the groups that the caller has taken. `send`: sends their number, without waiting for an answer."""
+    """Counts the groups that the caller has received. `send`: sends their number, without waiting for an answer."""
 
     def __init__(self, send: Callable[[int], object]):
         self._send, self.count, self._bytes = send, 0, 0
@@ -43,7 +43,7 @@ class Taken:
         return self._send(self.count)
 
     def add(self, group: GroupResult) -> None:
-        """One more group. A number that is lost goes with the next sign of life."""
+        """Counts one more group. A number that is lost goes with the next renewal of the lease."""
         self.count += 1
         self._bytes += result_bytes(group)
         if self._bytes >= ACKNOWLEDGE_BYTES:
@@ -52,8 +52,9 @@ class Taken:
 
 
 class Interrupted(Exception):
-    """A call has broken off, and may be made again. `cause`: the error; `for_s`: at most for this long since the first
-    of the same bound; `pause_s`: not before this pause."""
+    """A call has broken off, and may be repeated. `cause`: the error; `for_s`: maximum seconds of repetition since the
+    first error with the same limit; `pause_s`: minimum seconds before the next try.
+    """
 
     def __init__(self, cause: Exception, for_s: float = float("inf"), pause_s: float = 0.0):
         super().__init__(str(cause))
@@ -61,19 +62,19 @@ class Interrupted(Exception):
 
 
 class Patience:
-    """How long a call is made again: up to `resume_s` seconds since the last progress."""
+    """Limit of the repetition of a call: up to `resume_s` seconds since the last progress."""
 
     def __init__(self, resume_s: float):
         self._resume_s = resume_s
         self.renew()
 
     def renew(self) -> None:
-        """There was progress."""
+        """Records progress."""
         self._since_s: dict[float, float] = {}  # first break of each bound, by the bound
         self._pause_s = PAUSE_S[0]
 
     async def wait(self, broken: Interrupted) -> None:
-        """Pauses; the pauses grow. Raises the cause once it has lasted for too long."""
+        """Pauses; the pauses grow. Raises the cause once the limit is exceeded."""
         now = asyncio.get_running_loop().time()
         began_s = self._since_s.setdefault(broken.for_s, now)
         if now - began_s >= broken.for_s or now - min(self._since_s.values()) >= self._resume_s:
@@ -83,7 +84,7 @@ class Patience:
 
 
 def lost_service() -> tuple[type[Exception], ...]:
-    """The errors that say that the coordinator is gone or cannot be reached, not that it has refused something."""
+    """Returns the errors that mean that the coordinator is gone or unreachable, not that it has refused something."""
     from ray import exceptions
     from ray.serve.exceptions import DeploymentUnavailableError
 

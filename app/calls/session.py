@@ -36,7 +36,9 @@ if TYPE_CHECKING:  # it makes the sessions
 
 
 class Scored(NamedTuple):
-    """`prompt`: of the tokens from the second on. The weights that it was computed under."""
+    """`prompt`: logprobs of the tokens from the second on. The other fields name the weights that they were computed
+    under.
+    """
 
     prompt: PromptLogprobs
     weights_version: int
@@ -44,7 +46,9 @@ class Scored(NamedTuple):
 
 
 class RolloutSession:
-    """See the module docstring. Made by `RolloutClient.open`. It is closed once its process is gone for a minute."""
+    """See the module docstring. Made by `RolloutClient.open`. The service closes it a minute after its process has
+    gone.
+    """
 
     def __init__(self, calls: "SessionCalls", settings: BatchSettings, heartbeat: Callable[[Callable], object]):
         self.settings = settings
@@ -52,12 +56,12 @@ class RolloutSession:
         self._counts: Counter[str] = Counter()  # requests by group
         self._tasks: dict[asyncio.Task, None] = {}  # an ordered set
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
-        self._unread = 0  # submitted samples that `samples` has not given
+        self._unread = 0  # submitted samples that `samples` has not yielded
         self._heartbeat = heartbeat(lambda: calls.renew_session(settings.batch_id))
         self._is_closed = False
 
     async def generate(self, token_ids: Sequence[int] | None = None, **request) -> SampleAnswer:
-        """Generate one sample. A call that is cancelled ends the sample.
+        """Generates one sample. Cancelling the call ends the sample.
 
         Give one of `token_ids`, `text`, `messages`. `group`: a name, by default that of equal prompts; `index`: in the
         group, by default the next; `of`: samples that the group will have, if known. `max_tokens`, `sampling` and
@@ -68,19 +72,18 @@ class RolloutSession:
         under the same group and index. `turn`: its number, which enters the key of its tokens. `hold_s`: seconds for
         which the sample's KV is held for its next turn, 0 after the last one.
 
-        `features`: processed images of a prompt given as token ids, in the form of vLLM's `/inference/v1/generate`.
+        `features`: processed images of a prompt given as token ids, in the format of vLLM's `/inference/v1/generate`.
         """
         return await self._calls.generate(self.settings, self._request(token_ids, **request))
 
     generate_blocking = blocking(generate)
 
     async def score(self, token_ids: Sequence[int], top: int = 0, **request) -> Scored:
-        """Logprobs of these tokens, from the second on, under the model's own distribution, by one pass of it.
+        """Returns logprobs of these tokens, from the second on, under the model's own distribution, by one pass of it.
 
-        `top`: likeliest tokens of each position, at most 128. `request`: `group`, `adapter`, `deadline_s`, as in
-        `generate`.
-        The context must have room for one more token. Raises as `generate`, and RolloutRejected if the pass failed or
-        was cancelled.
+        `top`: number of likeliest tokens of each position, at most 128. `request`: `group`, `adapter`, `deadline_s`, as
+        in `generate`. The context must have room for one more token. Raises as `generate`, and RolloutRejected if the
+        pass failed or was cancelled.
         """
         answer = await self.generate(token_ids, index=0, max_tokens=1, sampling={"prompt_logprobs": top}, **request)
         sample = answer.sample
@@ -91,12 +94,12 @@ class RolloutSession:
     score_blocking = blocking(score)
 
     async def stream(self, token_ids: Sequence[int] | None = None, **request) -> AsyncIterator[SampleTokens]:
-        """Generate one sample. Yields its tokens as its chunks end; the last item has its `answer`.
+        """Generates one sample. Yields its tokens as its chunks end; the last item has its `answer`.
 
-        Takes the arguments of `generate`, and `chunk_tokens`: bound of an item, unless the sample runs already.
-        Tokens once given never change. The stream continues after a lost coordinator. It raises StreamBroken if the
-        weights have changed meanwhile, so that other tokens would follow.
-        An iterator that is closed ends the sample.
+        Takes the arguments of `generate`, and `chunk_tokens`: maximum tokens of an item, unless the sample runs
+        already. Tokens that were yielded never change. The stream continues after a lost coordinator. It raises
+        StreamBroken if the weights have changed meanwhile, so that other tokens would follow. Closing the iterator ends
+        the sample.
         """
         asked = self._request(token_ids, **{"chunk_tokens": STREAM_CHUNK_TOKENS} | request)
         async with aclosing(self._calls.stream(self.settings, asked)) as parts:
@@ -106,7 +109,7 @@ class RolloutSession:
     stream_blocking = blocking_iterator(stream)
 
     def submit(self, token_ids: Sequence[int] | None = None, **request) -> None:
-        """Begin one sample, whose answer `samples` gives. Takes the arguments of `generate`; needs a running loop."""
+        """Starts one sample, whose answer `samples` yields. Takes the arguments of `generate`; needs a running loop."""
         call = self._calls.generate(self.settings, self._request(token_ids, **request))
         task = asyncio.ensure_future(call)
         self._unread += 1
@@ -120,20 +123,21 @@ class RolloutSession:
 
     async def samples(self) -> AsyncIterator[SampleAnswer]:
         """Yields the answers of submitted samples as they end, until there is none left. Raises the error of a sample
-        that has none; another call gives the others."""
+        that has no answer; another call yields the others.
+        """
         while self._unread:
             task = await self._ended.get()
             self._unread -= 1
             yield task.result()
 
     async def cancel(self, group: str | None = None, index: int | None = None) -> int:
-        """End one sample, a group or all: each is answered with its tokens so far. Returns the number in flight."""
+        """Ends one sample, a group or all: each is answered with its tokens so far. Returns the number in flight."""
         return await self._calls.cancel_samples(self.settings.batch_id, group, index)
 
     cancel_blocking = blocking(cancel)
 
     async def close(self) -> None:
-        """End the session, and its samples in flight."""
+        """Ends the session, and its samples in flight."""
         self._is_closed = True
         self._heartbeat.stop()
         for task in self._tasks:
@@ -196,8 +200,9 @@ class RolloutSession:
 
 
 def prompt_name(prompt: Mapping[str, Sequence | Features]) -> str:
-    """The name of the group of equal prompts: a digest of their token ids, text or messages, and of their features.
-    Raises ValueError for features that are not base64."""
+    """Returns the name of the group of equal prompts: a digest of their token ids, text or messages, and of their
+    features. Raises ValueError for features that are not base64.
+    """
     parts = {name: value for name, value in prompt.items() if name != "features"}
     content = {name: value if isinstance(value, str) else list(value) for name, value in parts.items()}
     if "features" in prompt and not prompt["features"].is_empty:
@@ -206,7 +211,7 @@ def prompt_name(prompt: Mapping[str, Sequence | Features]) -> str:
 
 
 def groups_of_answers(answers: list[SampleAnswer]) -> dict[str, GroupResult]:
-    """The answers of a session as whole groups, by name."""
+    """Returns the answers of a session as whole groups, by name."""
     found: dict[str, GroupResult] = {}
     for name in {answer.group: None for answer in answers}:
         mates = sorted((one for one in answers if one.group == name), key=lambda one: one.sample.sample_index)

@@ -1,4 +1,4 @@
-"""The client's calls of open sessions, which outlive the coordinator. `RolloutSession` makes their requests."""
+"""The client's calls of open sessions, which survive the coordinator's loss. `RolloutSession` makes their requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,10 +22,11 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, S
 
 class SessionCalls:
     """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask`, `update_weights`, `_load_again` and
-    `_min_adapter_versions` are the client's."""
+    `_min_adapter_versions` belong to the client.
+    """
 
     def open(self, batch_id: str | None = None, **settings) -> RolloutSession:
-        """Open a session: single samples, asked for at any time; see `tailrace.app.calls.session`.
+        """Opens a session: single samples, requested at any time; see `tailrace.app.calls.session`.
 
         `batch_id`: by default a new name. `settings`: those of a RolloutBatch without groups, such as `seed`, `step`,
         `priority`, `share`. Raises ValueError for others.
@@ -34,7 +35,9 @@ class SessionCalls:
         return RolloutSession(self, BatchSettings(batch_id=name, **settings), self._heartbeat)
 
     async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer:
-        """One sample of a session; `RolloutSession.generate` makes the request. Outlives the coordinator."""
+        """Generates one sample of a session; `RolloutSession.generate` makes the request. Survives the coordinator's
+        loss.
+        """
         patience, resumed = Patience(self._resume_s), False
         while True:
             try:
@@ -58,7 +61,7 @@ class SessionCalls:
         return await self._taken(answer, sent, resumed, request.group.adapter)
 
     async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
-        """One sample of a session as its chunks end; `RolloutSession.stream` makes the request."""
+        """Yields one sample of a session as its chunks end; `RolloutSession.stream` makes the request."""
         patience, given, is_begun, is_whole = Patience(self._resume_s), [], False, False
         while not is_whole:
             try:
@@ -92,13 +95,13 @@ class SessionCalls:
             stream.cancel()  # else the sample would run to its end without a reader
 
     def _sent(self, settings: BatchSettings) -> BatchSettings:
-        """The settings as the coordinator gets them: it must not hold older weights than this client's last update."""
+        """Returns the settings for the coordinator: it must not hold older weights than this client's last update."""
         version = self._weights[0] if self._weights else 0
         lowest = {"min_weights_version": max(settings.min_weights_version, version)}
         return settings.model_copy(update=lowest | {"min_adapter_versions": self._min_adapter_versions(settings)})
 
     async def _taken(self, answer, sent: BatchSettings, resumed: bool, adapter: str | None):
-        """The answer itself; raises for a refusal, Interrupted if the call may be made again."""
+        """Returns the answer itself. Raises an error for a refusal, Interrupted if the call may be repeated."""
         if isinstance(answer, NotAdmitted):
             raise PermissionError(answer.reason)
         if not isinstance(answer, Rejected):
@@ -115,24 +118,26 @@ class SessionCalls:
         raise (TooLargeForQuota if answer.by is RejectedBy.SIZE else RolloutRejected)(answer.reason)
 
     async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
-        """End samples of a session, see `RolloutSession.cancel`."""
+        """Ends samples of a session, see `RolloutSession.cancel`."""
         return await self._ask("cancel_samples", session, group, index)
 
     cancel_samples_blocking = blocking(cancel_samples)
 
     def renew_session(self, session: str) -> object:
-        """A sign of life. Does not wait for an answer."""
+        """Renews the session's lease. Does not wait for an answer."""
         return self._handle.renew_session.remote(self._role, session)
 
     async def close_session(self, session: str) -> bool:
-        """End a session, see `RolloutSession.close`. Returns False if it has ended."""
+        """Ends a session, see `RolloutSession.close`. Returns False if it has ended."""
         return await self._ask("close_session", session)
 
     close_session_blocking = blocking(close_session)
 
 
 def _beyond(given: list[int], item: SampleTokens) -> SampleTokens:
-    """The part of an item that has not been given. Raises StreamBroken if it has other tokens at positions before."""
+    """Returns the part of an item that has not been yielded. Raises StreamBroken if it has other tokens at earlier
+    positions.
+    """
     known = min(len(given) - item.start, len(item.token_ids))
     whole = item.answer.sample.token_ids[: len(given)] if item.answer else given
     if known < 0 or tuple(given[item.start : item.start + known]) != item.token_ids[:known] or [*whole] != given:

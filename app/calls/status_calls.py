@@ -1,4 +1,4 @@
-"""The client's calls that only look: the service, its longest samples, logs of one sample or batch, the KV pool."""
+"""The client's read-only calls: the service, its longest samples, logs of one sample or batch, the KV pool."""
 
 import json
 from collections.abc import AsyncIterator
@@ -18,13 +18,13 @@ from tailrace.deployments.messages.status import (
 
 
 class StatusCalls:
-    """`_ask`, `_stream` and `_role` are the client's."""
+    """`_ask`, `_stream` and `_role` belong to the client."""
 
     async def watch(self) -> AsyncIterator[dict]:
-        """Follow the service: its whole state as rows by section and name, then each time the rows that have changed.
+        """Follows the service: its whole state as rows by section and name, then each time the rows that have changed.
 
-        Items have `whole`, `number`, `at_s` (unix seconds) and `sections`; a row that is gone is None. One that reads
-        slowly gets the whole state again. Ends by an error of Ray's once the coordinator is lost; call again.
+        Items have `whole`, `number`, `at_s` (unix seconds) and `sections`; a removed row is None. A slow reader gets
+        the whole state again. Ends by an error of Ray's once the coordinator is lost; call again.
         """
         epoch, number = "", 0
         while True:
@@ -44,38 +44,41 @@ class StatusCalls:
     watch_blocking = blocking_iterator(watch)
 
     async def status(self) -> ServiceStatus:
-        """Replicas, batches, pool and counters, as of the last replica reports."""
+        """Returns replicas, batches, pool and counters, as of the last replica reports."""
         return await self._ask("status")
 
     status_blocking = blocking(status)
 
     async def longest_samples(self, count: int = 10) -> tuple[SampleStatus, ...]:
-        """The longest unended samples by tokens so far, in falling order: the tail as it forms."""
+        """Returns the longest unended samples by tokens so far, longest first: the tail as it forms."""
         return await self._ask("longest_samples", count)
 
     longest_samples_blocking = blocking(longest_samples)
 
     async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        """Chunks and text so far of an unended sample, by the id that `longest_samples` gives; None if it has ended."""
+        """Returns chunks and text so far of an unended sample, by its id in `longest_samples`; None if it has ended."""
         return await self._ask("sample_detail", sample_id)
 
     sample_detail_blocking = blocking(sample_detail)
 
     async def sample_log(self, name: str) -> SampleLog | None:
-        """Chunks, moves, reasons and faults of a sample, by its id in the core or as BATCH/PROMPT#INDEX; None if the
-        service does not know it, or not any more."""
+        """Returns chunks, moves, reasons and faults of a sample, by its id in the core or as BATCH/PROMPT#INDEX; None
+        if the service does not know it, or not any more.
+        """
         return await self._ask("sample_log", name)
 
     sample_log_blocking = blocking(sample_log)
 
     async def batch_log(self, name: str) -> BatchLog | None:
-        """Progress, ends, faults and samples of a batch; None if the service does not know it, or not any more."""
+        """Returns progress, ends, faults and samples of a batch; None if the service does not know it, or not any
+        more.
+        """
         return await self._ask("batch_log", name)
 
     batch_log_blocking = blocking(batch_log)
 
     async def pool_status(self) -> PoolView | None:
-        """The coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""
+        """Returns the coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""
         return (await self.status()).pool
 
     pool_status_blocking = blocking(pool_status)

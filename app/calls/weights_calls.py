@@ -24,7 +24,7 @@ Tensors = Mapping[str, object] | Iterable[tuple[str, object]]
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """Weights in this node's shared memory that no replica has loaded. `seconds`: in which tensors were copied."""
+    """Weights in this node's shared memory that no replica has loaded. `seconds`: duration of the copy."""
 
     version: int
     tensors: int
@@ -33,19 +33,20 @@ class StagedWeights:
     stage: Stage
 
     def drop(self) -> None:
-        """Give their memory back; nothing was committed."""
+        """Frees their memory; nothing was committed."""
         self.stage.drop()
 
 
 class WeightsCalls:
-    """`_app_name`, `_handle`, `_role`, `_ask`, `status` and `update_weights` are the client's."""
+    """`_app_name`, `_handle`, `_role`, `_ask`, `status` and `update_weights` belong to the client."""
 
     async def stage_weights(self, version: int, tensors: Tensors) -> StagedWeights:
-        """Copy tensors into this node's shared memory. They may change as soon as this returns.
+        """Copies tensors into this node's shared memory. They may change as soon as this returns.
 
-        `tensors`: of torch or numpy, by the names of a saved Hugging Face folder (`tailrace.saved_weights` gives them);
-        a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if memory lacks
-        room or others are being staged. Staged weights are committed by `commit_weights`, or given up by `drop`.
+        `tensors`: torch or numpy tensors, by the names of a saved Hugging Face folder (`tailrace.saved_weights` returns
+        them); a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if there
+        is not enough memory or others are being staged. Staged weights are committed by `commit_weights`, or given up
+        by `drop`.
         """
         status = await self.status()
         slots = Slots(self._slots_name())
@@ -59,7 +60,9 @@ class WeightsCalls:
     stage_weights_blocking = blocking(stage_weights)
 
     async def own_slots(self) -> str:
-        """The name of the service's slots in this node's shared memory, which end with the service from now on."""
+        """Returns the name of the service's slots in this node's shared memory, and starts their keeper, which ends
+        them with the service.
+        """
         from tailrace.deployments.staging.keeper import keep_slots
 
         if not self._role.includes(Role.TRAINER):
@@ -75,7 +78,7 @@ class WeightsCalls:
         return service_name(self._app_name, ray.get_runtime_context().gcs_address)
 
     async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
-        """Have every replica check and load staged weights. Samples in flight continue under them.
+        """Has every replica check and load staged weights. Samples in flight continue under them.
 
         Replicas of other nodes, and those that start later there, pull them from the KV pool. Raises WeightsRejected,
         with the reason, if the update failed; the former weights then stay.
@@ -90,13 +93,14 @@ class WeightsCalls:
     commit_weights_blocking = blocking(commit_weights)
 
     async def send_weights(self, version: int, tensors: Tensors) -> WeightsLoaded:
-        """Stage weights and commit them; see `stage_weights` and `commit_weights`."""
+        """Stages weights and commits them; see `stage_weights` and `commit_weights`."""
         return await self.commit_weights(await self.stage_weights(version, tensors))
 
     send_weights_blocking = blocking(send_weights)
 
     async def pause(self, mode: str = "keep") -> None:
-        """Have no chunk start until `resume`. Weights may be updated meanwhile, and need no pause.
+        """Pauses the service: no chunk starts until `resume`. Weights may be updated meanwhile; an update needs no
+        pause.
 
         `mode`, as vLLM's: samples in flight wait (`keep`), end before this returns (`wait`), or end with their tokens
         so far (`abort`). It holds for all drivers, and changes no token. A new coordinator is not paused.
@@ -106,27 +110,27 @@ class WeightsCalls:
     pause_blocking = blocking(pause)
 
     async def resume(self) -> None:
-        """End a pause, if there is one. Raises ValueError while the service sleeps."""
+        """Ends a pause, if there is one. Raises ValueError while the service sleeps."""
         await self._obeyed("resume")
 
     resume_blocking = blocking(resume)
 
     async def sleep(self, mode: str = "keep") -> None:
-        """Pause, and have every engine give back the memory of weights and KV, until `wake_up`.
+        """Pauses, and has every engine give back the memory of weights and KV, until `wake_up`.
 
         For trainers that share the device. Samples in flight continue after it with the same tokens (`mode`: see
         `pause`); `status().asleep` names the parts that sleep. Raises ValueError, one line, if the weights of an engine
-        could not come back, as when their folder has changed; the service then runs as before.
+        could not come back, for example because their folder has changed; the service then runs as before.
         """
         await self._obeyed("sleep", mode)
 
     sleep_blocking = blocking(sleep)
 
     async def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Bring back these parts of a sleeping service; it resumes with the last one.
+        """Wakes these parts of a sleeping service; it resumes with the last one.
 
-        The weights are loaded again and checked against their digest. `update_weights` brings new ones back instead.
-        Raises ValueError, one line, if they do not come back; the service then sleeps on.
+        The weights are loaded again and checked against their digest. `update_weights` loads new ones instead. Raises
+        ValueError, one line, if they do not come back; the service then stays asleep.
         """
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise ValueError(f"tags: {min(unknown)!r} is not a part that sleeps; give weights, kv_cache")
@@ -135,7 +139,7 @@ class WeightsCalls:
     wake_up_blocking = blocking(wake_up)
 
     async def check_weights(self) -> WeightsCheck:
-        """Read back the weights that every replica computes with, and compare them with their source.
+        """Reads back the weights that every replica computes with, and compares them with their source.
 
         Takes seconds, in which replicas make no tokens. Raises ValueError, one line, if some could not be read.
         """
@@ -144,20 +148,21 @@ class WeightsCalls:
     check_weights_blocking = blocking(check_weights)
 
     async def _obeyed(self, method: str, *arguments):
-        """The answer of a call; raises ValueError for a refusal."""
+        """Returns the answer of a call. Raises ValueError for a refusal."""
         answer = await self._ask(method, *arguments)
         if isinstance(answer, Rejected):
             raise ValueError(answer.reason)
         return answer
 
     async def cancel_all(self) -> int:
-        """End every sample in flight, of all drivers, with its tokens so far. Returns their number."""
+        """Ends every sample in flight, of all drivers, with its tokens so far. Returns their number."""
         return await self._ask("cancel_all")
 
     cancel_all_blocking = blocking(cancel_all)
 
     async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
-        """One phase of an update as vLLM's trainer engines drive it: `init`, `start`, `part`, `finish`, `shutdown`.
+        """Runs one phase of an update as vLLM's trainer engines drive it: `init`, `start`, `part`, `finish`,
+        `shutdown`.
 
         `info`: vLLM's. Engines need `vllm_args: {weight_transfer_config: {backend: nccl}}`, or `ipc`. Returns the
         source to give to `update_weights` after `finish`. Raises ValueError, one line; the present weights then stay.
@@ -172,7 +177,9 @@ class WeightsCalls:
     transfer_weights_blocking = blocking(transfer_weights)
 
     async def finish_transfer(self, version: int | None = None) -> WeightsLoaded:
-        """The phase `finish`, and the commit under `version`, by default the next one. Raises ValueError, one line."""
+        """Runs the phase `finish`, and commits under `version`, by default the next one. Raises ValueError, one
+        line.
+        """
         source = await self.transfer_weights("finish")
         staged = memory_source(source)
         return await self.update_weights(staged.version if version is None else version, source, staged.digest)
@@ -180,7 +187,9 @@ class WeightsCalls:
     finish_transfer_blocking = blocking(finish_transfer)
 
     async def rename_weights(self, version: str) -> WeightsLoaded:
-        """The present weights under a higher number; under the present one nothing changes. Raises ValueError."""
+        """Serves the present weights under a higher number; under the present number nothing changes. Raises
+        ValueError.
+        """
         status = await self.status()
         if not version.isdecimal():
             raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
@@ -192,13 +201,13 @@ class WeightsCalls:
 
 
 def staged_in(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
-    """Tensors, copied into a slot of this node. `served`: version and digest of the present weights."""
+    """Copies tensors into a slot of this node. `served`: version and digest of the present weights."""
     began_s = time.monotonic()
     stage = Stage(slots, version, served, bytes_of(tensors))
     try:
         for name, tensor in pairs_of(tensors):
             stage.add(name, tensor)
-    except BaseException:  # of whatever kind: it is raised again
+    except BaseException:  # any error: it is raised again
         stage.drop()
         raise
     return StagedWeights(version, stage.tensors, stage.staged_bytes, time.monotonic() - began_s, stage)

@@ -23,7 +23,7 @@ def _load() -> click.Command:
 
 
 class Benches(click.Group):
-    """The benchmarks' own group, loaded when it is asked for."""
+    """The benchmarks' own group, loaded on first use."""
 
     def list_commands(self, ctx):
         return _load().list_commands(ctx)

@@ -39,7 +39,7 @@ def _ask(group: str, address: str) -> dict | None:
 
 
 def _offline(group: str, history_dir: Path) -> dict | None:
-    """The same mapping as a shard's, from the files alone."""
+    """Returns the same mapping as a shard, from the files alone."""
     from tailrace.deployments.context.archive import Archive
     from tailrace.deployments.context.config import ContextConfig
     from tailrace.deployments.context.shard_set import EVERY

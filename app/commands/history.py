@@ -14,7 +14,7 @@ from tailrace.deployments.context.shard_set import EVERY
 
 BOUNDS = ContextConfig()
 LARGEST = 2**63 - 1
-"""Integer of a database."""
+"""Maximum integer of a database."""
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 HISTORY_DIR = click.option(
@@ -100,7 +100,7 @@ def forget(prompt, history_dir, every, as_json):
 
 
 def _archive(history_dir: Path, **bounds) -> Archive:
-    """The history in this folder. Raises BadInput if a file there cannot be used."""
+    """Returns the history in this folder. Raises BadInput if a file there cannot be used."""
     if history_dir.exists() and not history_dir.is_dir():
         raise BadInput(f"--history-dir {history_dir}: is a file, and a folder is needed")
     archive = Archive(ContextConfig(history_dir=str(history_dir.absolute()), **bounds), EVERY)
@@ -112,7 +112,7 @@ def _archive(history_dir: Path, **bounds) -> Archive:
 
 @contextmanager
 def _failures():
-    """Errors of the files under way become one line: a full disk, or another process that writes for too long."""
+    """Turns errors of the files into one line: a full disk, or another process that writes for too long."""
     try:
         yield
     except sqlite3.Error as error:
@@ -121,7 +121,7 @@ def _failures():
 
 @contextmanager
 def _bar(files):
-    """A callback for the number of bytes read of the present file."""
+    """Returns a callback for the number of bytes read of the present file."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

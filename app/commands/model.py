@@ -1,4 +1,4 @@
-"""`tailrace model`: make the demo model, or say where it is."""
+"""`tailrace model`: makes the demo model, or prints where it is."""
 
 import json
 from pathlib import Path

@@ -9,7 +9,7 @@ from tailrace.policies.families.registry import FAMILIES, installed, members
 
 
 def catalogue() -> dict:
-    """family -> member -> {about, knobs: {name: {default, about}}}."""
+    """Returns family -> member -> {about, knobs: {name: {default, about}}}."""
     return {
         family: {name: _member(cls) for name, cls in members(family).items()}
         | {name: {"about": f"installed: {path}", "knobs": {}} for name, path in installed(family).items()}

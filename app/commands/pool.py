@@ -1,4 +1,4 @@
-"""`tailrace pool ...`: the content of the KV pool, and emptying it. `lab/commands/pool.py` adds its checks."""
+"""`tailrace pool ...`: shows or empties the KV pool. `lab/commands/pool.py` adds its checks."""
 
 import asyncio
 import json

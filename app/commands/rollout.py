@@ -1,4 +1,4 @@
-"""`tailrace rollout`: prompts from a file in, grouped samples out. A second run makes the missing groups alone."""
+"""`tailrace rollout`: reads prompts from a file, writes grouped samples. A second run makes only the missing groups."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ def command(prompts, out, samples, max_tokens, config, address, trace, journal, 
 
 
 def _run(file, address, prompts, results, seed, step, keep_trace, journal):
-    """Roll out `prompts`; returns the groups, and the spans of the run if they are kept."""
+    """Rolls out `prompts`. Returns the groups, and the spans of the run if they are recorded."""
     from tailrace.app.calls.client import RolloutRejected
     from tailrace.app.cluster import service
     from tailrace.deployments.messages.rollout import RolloutBatch
@@ -80,7 +80,7 @@ def _run(file, address, prompts, results, seed, step, keep_trace, journal):
 
 
 def _check_lengths(file, batch, address) -> None:
-    """Reject prompts the model cannot take before a cluster is started for them."""
+    """Rejects prompts that the model cannot take, before a cluster is started for them."""
     if address is not None:
         return
     from tailrace.app.model import resolve_model
@@ -122,7 +122,7 @@ async def _drive(client, batch, results, journal: OutputFile | None):
 
 
 def _unfinished(sample) -> bool:
-    """Whether a sample failed, or its batch was cancelled from elsewhere: its group is still to do."""
+    """Returns whether a sample failed, or its batch was cancelled from elsewhere: its group is still to do."""
     return sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH)
 
 

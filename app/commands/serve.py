@@ -1,6 +1,6 @@
 """`tailrace serve`: a local Ray head with token authentication and the service on it, until Ctrl-C.
 
-Ray and its dashboard listen on loopback. What is started here is stopped here, by its id.
+Ray and its dashboard listen on loopback. The processes started here are stopped here, by their ids.
 """
 
 import os
@@ -25,7 +25,7 @@ from tailrace.policies.families.allowed_code import added_code
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
-"""Max wait for the head's dashboard; it takes about 5 s on two idle cores."""
+"""Maximum seconds to wait for the head's dashboard; it takes about 5 s on two idle cores."""
 
 
 @click.command()
@@ -61,8 +61,9 @@ def command(config, port, dashboard_port):
 
 
 def _deploy(file: ServeFile, config: Path, dashboard: str, environment: dict[str, str]) -> None:
-    """Hand the file to Serve: as it was read here, since Serve reads `off` and `1e-3` otherwise; or with the packages
-    of --allow-code."""
+    """Passes the file to Serve as it was read here, since Serve reads `off` and `1e-3` otherwise; or with the packages
+    of --allow-code.
+    """
     with NamedTemporaryFile("w", suffix=".yaml") as written:
         written.write(yaml.safe_dump(declared(file) if added_code() else read_yaml(config)))
         written.flush()
@@ -80,12 +81,14 @@ def _listens(port: int) -> bool:
 
 
 def _program(name: str) -> str:
-    """A program of the environment this Python runs in."""
+    """Returns a program of the environment that this Python runs in."""
     return str(Path(sys.executable).parent / name)
 
 
 def _start_head(port: int, dashboard_port: int, environment: dict[str, str]) -> subprocess.Popen:
-    """The head in a process group of its own, so that Ctrl-C reaches us first and stopping reaches all of it."""
+    """Starts the head in a separate process group, so that Ctrl-C reaches this process first and stopping reaches all
+    of it.
+    """
     arguments = (
         _program("ray"), "start", "--head", "--block", f"--port={port}", f"--dashboard-host={LOOPBACK}",
         f"--dashboard-port={dashboard_port}",
@@ -102,7 +105,7 @@ def _await_dashboard(head: subprocess.Popen, port: int) -> None:
 
 
 def _run(step: tuple[str, ...], environment: dict[str, str]) -> None:
-    """Run one program to its end. Raises Failed with its last line, MissingExtra if Ray is not installed."""
+    """Runs one program to its end. Raises Failed with its last line, MissingExtra if Ray is not installed."""
     if not Path(_program(step[0])).exists():
         raise MissingExtra("ray is not installed; run: pip install 'tailrace[cpu]'")
     done = subprocess.run((_program(step[0]), *step[1:]), env=environment, capture_output=True, text=True, check=False)
@@ -112,7 +115,7 @@ def _run(step: tuple[str, ...], environment: dict[str, str]) -> None:
 
 
 def _stop(head: subprocess.Popen) -> None:
-    """End the head, and with it every process of its cluster."""
+    """Ends the head, and with it every process of its cluster."""
     head.send_signal(signal.SIGTERM)
     try:
         head.wait(START_S)

@@ -1,1 +1,1 @@
-"""A draft model made from its target: some of its layers, taught by it on rollouts at hand."""
+"""A draft model made from its target: some of its layers, taught by the target on available rollouts."""

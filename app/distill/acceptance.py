@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 DRAWS = 4
-"""Of the noise at each place: with 1,000 places the mean is right within 0.01."""
+"""Number of noise draws at each place: with 1,000 places the mean is right within 0.01."""
 
 
 class DistillAcceptance(NamedTuple):
@@ -24,13 +24,15 @@ class DistillAcceptance(NamedTuple):
 
     @classmethod
     def mean(cls, parts: "list[tuple[int, DistillAcceptance]]") -> "DistillAcceptance":
-        """Of parts, each with how many places it is the mean of."""
+        """Returns the mean of parts, each with the number of places it is the mean of."""
         whole = sum(count for count, _ in parts)
         return cls(*(sum(n * value[field] for n, value in parts) / whole for field in range(len(cls._fields))))
 
 
 def acceptance(target: torch.Tensor, drafter: torch.Tensor, seed: int, draws: int = DRAWS) -> DistillAcceptance:
-    """Of log probabilities float32[places, vocabulary] of target and drafter. The same seed gives the same noise."""
+    """Returns the acceptance from log probabilities float32[places, vocabulary] of target and drafter. The same seed
+    gives the same noise.
+    """
     p, q = target.exp(), drafter.exp()
     return DistillAcceptance(
         loss=float((p * (target - drafter)).sum(1).mean()),
@@ -41,7 +43,7 @@ def acceptance(target: torch.Tensor, drafter: torch.Tensor, seed: int, draws: in
 
 
 def _shared(p: torch.Tensor, q: torch.Tensor, seed: int, draws: int) -> float:
-    """argmax(ln p + G) is argmax(p / E) with E = exp(-G), exponential."""
+    """Returns the acceptance with shared noise: argmax(ln p + G) is argmax(p / E) with E = exp(-G), exponential."""
     chance, noise, hits = torch.Generator().manual_seed(seed), torch.empty_like(p[0]), 0
     for one, other in zip(p, q, strict=True):
         for _ in range(draws):

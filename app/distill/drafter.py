@@ -1,4 +1,4 @@
-"""From a target's folder to a drafter's: cut, trained, measured before and after, written to a temporary folder and
+"""Makes a drafter's folder from a target's: cut, trained, measured before and after, written to a temporary folder and
 renamed.
 
 Invariant: a folder made here is whole; an interrupted run leaves none. Called by `app distill-drafter`.
@@ -20,7 +20,7 @@ from tailrace.app.strict_json import parse_object
 from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 PLACES = 1000
-"""Held out, for the figures before and after."""
+"""Number of held-out places for the figures before and after."""
 
 FIGURES = "distillation.json"
 """File of the measurements, next to the weights."""
@@ -29,7 +29,9 @@ WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 
 
 class Course(NamedTuple):
-    """How a drafter is taught: whichever ends first, `steps` or `minutes`. `temperature`: of both distributions."""
+    """Plan of a drafter's training: ends after `steps` or `minutes`, whichever comes first. `temperature`: of both
+    distributions.
+    """
 
     layers: int
     steps: int
@@ -39,9 +41,9 @@ class Course(NamedTuple):
 
 
 def make_drafter(model: Path, texts: Texts, out: Path, course: Course, said: Callable) -> dict:
-    """Teach a drafter and write it to `out`, an ordinary Hugging Face folder. Returns the figures.
+    """Teaches a drafter and writes it to `out`, an ordinary Hugging Face folder. Returns the figures.
 
-    `out` must not exist. `said` gets each `teaching.Said`. Raises BadInput if the model cannot be cut so.
+    `out` must not exist. `said`: called with each `teaching.Said`. Raises BadInput if the model cannot be cut this way.
     """
     import torch
 
@@ -74,7 +76,7 @@ def make_drafter(model: Path, texts: Texts, out: Path, course: Course, said: Cal
 
 
 def measured(folder: Path) -> float | None:
-    """Acceptance of drafts of a model made here, drawn with shared noise, or None for another model."""
+    """Returns the acceptance of drafts of a model made here, drawn with shared noise, or None for another model."""
     try:
         return float(parse_object((folder / FIGURES).read_bytes())["after"]["shared"])
     except FileNotFoundError:
@@ -88,7 +90,7 @@ def _rounded(value) -> dict[str, float]:
 
 
 def _load(model: Path):
-    """The model in float32, whatever its folder says, since updates are small."""
+    """Loads the model in float32, whatever its folder says, since updates are small."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +99,7 @@ def _load(model: Path):
 
 
 def _write(model: Path, drafter, out: Path, figures: dict) -> None:
-    """Write weights and config.json of the drafter, with copies of the target's other files. Appears by one rename."""
+    """Writes weights and config.json of the drafter, with copies of the target's other files. Appears by one rename."""
     import torch
     from transformers import AutoConfig
 

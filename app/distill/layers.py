@@ -1,7 +1,7 @@
-"""A smaller model of the target's own architecture: some of its layers, and all that is not a layer as it is.
+"""A smaller model of the target's own architecture: some of its layers, and everything else unchanged.
 
-Invariant: as many layers as were asked for, the first and the last among them; shared embeddings stay shared. Called by
-drafter.py.
+Invariant: it has the requested number of layers, the first and the last among them; shared embeddings stay shared.
+Called by drafter.py.
 """
 
 import re
@@ -13,7 +13,7 @@ LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def kept_layers(layers: int, kept: int) -> tuple[int, ...]:
-    """Which of `layers` layers stay: `kept` of them, evenly spread, the first and the last among them.
+    """Returns the layers that stay: `kept` of `layers`, evenly spread, the first and the last among them.
 
     Raises BadInput unless at least two stay and at least one goes.
     """
@@ -23,9 +23,10 @@ def kept_layers(layers: int, kept: int) -> tuple[int, ...]:
 
 
 def cut(target, kept: int):
-    """A transformers causal LM with `kept` of the target's layers, in the target's dtype; nothing is shared with it.
+    """Returns a transformers causal LM with `kept` of the target's layers, in the target's dtype; nothing is shared
+    with it.
 
-    Raises BadInput where the architecture does not number its layers as `layers.N`.
+    Raises BadInput if the architecture does not number its layers as `layers.N`.
     """
     layers = target.config.num_hidden_layers
     places = {old: new for new, old in enumerate(kept_layers(layers, kept))}

@@ -19,28 +19,31 @@ from tailrace.app.distill.texts import Text
 from tailrace.app.errors import BadInput
 
 LIKELIEST, OTHERS = 64, 2048
-"""Tokens of the target's at a place, and of the rest by chance in a step."""
+"""Numbers of tokens in a step: the target's likeliest at a place, and random ones of the rest."""
 
 AGAIN = 3
-"""Texts seen before for each new one, which alone costs the target's forward pass, most of a step. With one instead the
-demo's drafter came out alike: 0.335 of its drafts accepted after 390 steps."""
+"""Number of earlier texts repeated for each new one, which alone costs the target's forward pass, most of a step. With
+one instead the demo's drafter came out alike: 0.335 of its drafts accepted after 390 steps.
+"""
 
 RATE, WARM_UP_STEPS, MOST_NORM = 1.5e-3, 20, 1.0
 LOOK_PLACES, LOOKS = 200, 0.1
-"""Of held-out texts in a look at them, and the share of the time that goes into looks."""
+"""Number of held-out places per evaluation, and the share of the time spent on evaluations."""
 
 TINY = 1e-6
 
 
 class Hint(NamedTuple):
-    """Of each place of an answer: the target's likeliest tokens, int64[places, n], and their log probabilities."""
+    """For each place of an answer: the target's likeliest tokens, int64[places, n], and their log probabilities."""
 
     tokens: torch.Tensor
     logs: torch.Tensor
 
 
 class Said(NamedTuple):
-    """After `steps` steps: the mean loss of those since the last look, nats; held out, as of the last look."""
+    """After `steps` steps: the mean loss since the last evaluation, in nats; the held-out figures of the last
+    evaluation.
+    """
 
     steps: int
     done: float
@@ -49,7 +52,7 @@ class Said(NamedTuple):
 
 
 class Teaching:
-    """One target and one drafter; both stay where they are. `temperature`: that of the rollouts."""
+    """One target and one drafter, which stay on their devices. `temperature`: that of the rollouts."""
 
     def __init__(self, target, drafter, temperature: float, seed: int):
         self._target, self._drafter, self._temperature = target.eval().requires_grad_(False), drafter, temperature
@@ -59,7 +62,7 @@ class Teaching:
         self._hints: dict[Text, Hint] = {}
 
     def measure(self, texts: list[Text], places: int) -> DistillAcceptance:
-        """The figures over the first places of these texts, up to this number in all."""
+        """Returns the figures over the first places of these texts, up to this number in all."""
         parts, left = [], places
         self._drafter.eval()
         with torch.no_grad():
@@ -90,7 +93,7 @@ class Teaching:
                 return
 
     def _step(self, text: Text, optimiser) -> float:
-        """The mean loss of its places."""
+        """Runs one step. Returns the mean loss of its places."""
         self._drafter.train()
         hint, tokens = self._hint(text), torch.tensor([text.tokens[:-1]])
         rows, offset, column = share(hint, len(self._head), OTHERS, self._chance)
@@ -111,7 +114,7 @@ class Teaching:
         return self._hints[text]
 
     def _logs(self, model, text: Text) -> torch.Tensor:
-        """Log probabilities f32[places, vocabulary] of each token of the answer."""
+        """Returns log probabilities f32[places, vocabulary] of each token of the answer."""
         tokens = torch.tensor([text.tokens[:-1]])
         kept = len(text.tokens) - text.start
         logits = model(tokens, use_cache=False, logits_to_keep=kept).logits[0]
@@ -119,7 +122,7 @@ class Teaching:
 
 
 def lessons(texts: list[Text], seed: int) -> Iterator[Text]:
-    """Each text, AGAIN old ones after it, by chance; old ones without end when all have been."""
+    """Yields each text, followed by AGAIN random earlier ones; earlier ones without end when all have been used."""
     chance, known = Random(seed), []
     for text in texts:
         known.append(text)
@@ -132,7 +135,8 @@ def lessons(texts: list[Text], seed: int) -> Iterator[Text]:
 def share(
     hint: Hint, size: int, others: int, chance: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows i64[n] of a head of `size` rows, offset f32[n] of their logits, column i64[size] of each row chosen).
+    """Returns (rows i64[n] of a head of `size` rows, offset f32[n] of their logits, column i64[size] of each row
+    chosen).
 
     All tokens of the hint, and `others` drawn evenly, each of which counts for its share of all that are left.
     """
@@ -147,7 +151,9 @@ def share(
 
 
 def divergence(hint: Hint, logits: torch.Tensor) -> torch.Tensor:
-    """Forward KL divergence at each place, nats, f32[places], with all that the hint leaves out as one outcome."""
+    """Returns the forward KL divergence at each place, in nats, f32[places], with all tokens outside the hint as one
+    outcome.
+    """
     q = logits.gather(1, hint.tokens) - logits.logsumexp(1, keepdim=True)
     p = hint.logs.exp()
     rest, rest_q = ((1 - part.sum(1)).clamp(min=TINY) for part in (p, q.exp()))
@@ -155,7 +161,9 @@ def divergence(hint: Hint, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _head(target) -> torch.Tensor:
-    """f32[vocabulary, width], which maps the layers' output to logits. Raises BadInput if the head does more."""
+    """Returns the head, f32[vocabulary, width], which maps the layers' output to logits. Raises BadInput if the head
+    does more.
+    """
     head, tokens = target.get_output_embeddings().weight, torch.arange(1, 5)[None]
     with torch.no_grad():
         hidden, logits = target.base_model(tokens).last_hidden_state, target(tokens).logits
@@ -165,7 +173,7 @@ def _head(target) -> torch.Tensor:
 
 
 def _learned(drafter) -> list:
-    """The parameters of its layers and of what follows them; embeddings and head stay the target's."""
+    """Returns the parameters of its layers and of what follows them; embeddings and head stay the target's."""
     ends = (drafter.get_input_embeddings(), drafter.get_output_embeddings())
     fixed = {id(parameter) for end in ends for parameter in end.parameters()}
     for parameter in drafter.parameters():

@@ -1,7 +1,7 @@
 """Training texts of a draft model: prompts with answers in token ids, from files of rollouts.
 
-Invariant: no prompt is both taught and held out. Reads the files of `app/files/dumps.py`: our rollouts, traces, verl's
-and TRL's dumps, JSONL, plain or gzipped. Called by the command; teaching.py reads the texts.
+Invariant: no prompt is both used for training and held out. Reads the files of `app/files/dumps.py`: our rollouts,
+traces, verl's and TRL's dumps, JSONL, plain or gzipped. Called by the command; teaching.py reads the texts.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.dumps import read_dump
 
 HELD_OUT = 0.1
-"""Share of the prompts, one at least."""
+"""Share of the prompts that are held out, one at least."""
 
 
 class Text(NamedTuple):
@@ -29,9 +29,9 @@ class Texts(NamedTuple):
 
 
 def read_texts(paths: list[Path], encode: Callable[[str], list[int]], tokens: int, longest: int, seed: int) -> Texts:
-    """The answers in these files, each cut at `longest` tokens, prompt included, in an order of chance.
+    """Returns the answers in these files, each cut at `longest` tokens, prompt included, in random order.
 
-    `tokens`: ids below it exist. Raises BadInput that names the file where an id is not one, or where fewer than two
+    `tokens`: size of the vocabulary. Raises BadInput that names the file if an id is outside it, or if fewer than two
     prompts have an answer.
     """
     by_prompt: dict[tuple[int, ...], list[Text]] = {}

@@ -1,4 +1,4 @@
-"""Rows of well-known data sets for reinforcement learning: where their prompt and their answer are.
+"""Rows of well-known data sets for reinforcement learning, and the keys of their prompts and answers.
 
 DAPO's rows (and verl's) have messages as `prompt` and `reward_model.ground_truth`; GSM8K's have `question` and an
 `answer` that ends in `#### 72`; TRL's have `prompt` as text or messages; MATH's have `problem`. Called by the readers
@@ -15,14 +15,14 @@ EXTRAS = (
     "reward_model", "data_source", "ability", "extra_info", "completion", "split", "level", "subject", "unique_id",
     "agent_name",
 )  # fmt: skip
-"""Keys of data sets that say nothing of a prompt to roll out."""
+"""Keys of data sets that do not concern a prompt's rollout."""
 
 FINAL = re.compile(r"(?:\A|\n)#### *(?P<number>\S.*?)\s*\Z")
 """The last line of an answer of GSM8K."""
 
 
 def prompt_of(row: dict[str, Any]) -> tuple[str, Any]:
-    """Returns the key of ours for a row's prompt (`text`, `messages`, `token_ids`) and its value, as it is there.
+    """Returns our key for a row's prompt (`text`, `messages`, `token_ids`) and its unchanged value.
 
     Raises ValueError that names the keys, if there is none, or several.
     """
@@ -48,7 +48,7 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(row: dict[str, Any]) -> Any:
-    """Returns a row's answer, or None without one. Of GSM8K's it is the number after `####`, without commas."""
+    """Returns a row's answer, or None without one. For GSM8K it is the number after `####`, without commas."""
     answer = next((row[key] for key in ANSWERS if row.get(key) is not None), None)
     if answer is None and isinstance(row.get("reward_model"), dict):
         answer = row["reward_model"].get("ground_truth")

@@ -21,13 +21,13 @@ from tailrace.deployments.messages.rollout import Segment
 from tailrace.policies.protocol.actions import SampleEnd
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-"""An integer that a database holds."""
+"""An integer that fits into a database."""
 
 Tokens = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Dumped(NamedTuple):
-    """One answer. Prompt and answer are text or token ids. None: not in the file."""
+    """One answer. Prompt and answer are text or token ids. None: absent in the file."""
 
     prompt: str | Tokens
     answer: str | Tokens
@@ -50,7 +50,7 @@ class VerlLine(BaseModel):
 
 
 class TrlRow(BaseModel):
-    """`rewards`: the columns that have `reward` in their name; TRL names them after its reward functions."""
+    """`rewards`: the columns with `reward` in their name; TRL names them after its reward functions."""
 
     prompt: str
     completion: str
@@ -107,12 +107,12 @@ class TraceLine(BaseModel):
 
 
 def told(reward: float | None) -> float | None:
-    """Dumps say NaN where a reward function did not apply."""
+    """Returns the reward, or None for NaN: dumps write NaN if a reward function did not apply."""
     return None if reward is None or not math.isfinite(reward) else reward
 
 
 def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[tuple[int, list[Dumped]]]:
-    """The number, from 1, and the answers of each line. `seen` gets the number of bytes read so far."""
+    """Yields the number, from 1, and the answers of each line. `seen`: called with the number of bytes read so far."""
     number = 0
     try:
         with open(path, "rb") as raw:
@@ -130,7 +130,7 @@ def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[tuple[int, li
 
 
 def _parse(line: bytes) -> list[Dumped]:
-    """Raises ValueError, or ValidationError, that names the fault."""
+    """Returns the answers of a line. Raises ValueError, or ValidationError, that names the fault."""
     item = parse_object(line, constants=True)
     if "prompt_token_ids" in item:
         return list(OurLine.model_validate(item).answers())
@@ -152,14 +152,14 @@ def _parse(line: bytes) -> list[Dumped]:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether it is messages, or a column of them."""
+    """Returns whether the value is messages, or a column of them."""
     while isinstance(value, list) and value:
         value = value[0]
     return isinstance(value, dict)
 
 
 def _rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
-    """A step's columns as rows; a value that is no list is that of every row."""
+    """Returns a step's columns as rows; a value that is no list applies to every row."""
     count = len(columns["prompt"])
     wrong = next((name for name, of in columns.items() if isinstance(of, list) and len(of) != count), None)
     if wrong is not None:

@@ -1,7 +1,7 @@
-"""Figures as files, by matplotlib: made, coloured and saved the same way. The path's suffix says the kind of file.
+"""Figures as files, by matplotlib: made, coloured and saved the same way. The path's suffix decides the kind of file.
 
-matplotlib is loaded when a figure is made, since the light installation leaves it out. Called by the timeline's picture
-and by benchmarks.
+matplotlib is loaded when a figure is made, since the light installation does not have it. Called by the timeline's
+picture and by benchmarks.
 """
 
 from io import BytesIO
@@ -14,15 +14,15 @@ DPI = 110
 
 MADE_BY = "Tailrace"
 SIGNS = {"png": "Software", "svg": "Creator", "pdf": "Creator"}
-"""The entry of a file's own metadata that names its maker, by the kind of file."""
+"""The metadata entry that names a file's maker, by the kind of file."""
 
 PICTURE = OutputKind("a picture of ours", (b"\x89PNG\r\n", b"<?xml", b"%PDF-"), (MADE_BY.encode(),))
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **layout):
-    """A figure of width x height inches and its axes, which take the palette's series one after the other.
+    """Returns a figure of width x height inches and its axes, which use the palette's series one after the other.
 
-    `layout` goes to matplotlib's `Figure.subplots`. Raises MissingExtra if matplotlib is not installed.
+    `layout`: passed to matplotlib's `Figure.subplots`. Raises MissingExtra if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **l
 
 
 def save(figure, file: OutputFile, dpi: int = DPI) -> None:
-    """Write the figure: x.png, x.svg or x.pdf."""
+    """Writes the figure: x.png, x.svg or x.pdf."""
     kind, drawn = file.path.suffix.removeprefix("."), BytesIO()
     figure.savefig(drawn, format=kind, dpi=dpi, metadata={SIGNS[kind]: MADE_BY})
     file.write(drawn.getvalue())

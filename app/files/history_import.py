@@ -1,7 +1,7 @@
-"""Dumped rollouts into the history: prompts get their names, answers their token ids and their places.
+"""Imports dumped rollouts into the history: prompts get their names, answers their token ids and their places.
 
-Invariant: an answer is kept once, however often its file is read. Answers without an index of their own are numbered,
-by prompt and epoch, in the order in which they come. Called by `tailrace history import`.
+Invariant: an answer is kept once, however often its file is read. Answers without an index are numbered, by prompt and
+epoch, in the order in which they occur. Called by `tailrace history import`.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.history import Answer, prompt_key
 
 AT_A_TIME = 512
-"""Answers to be written together: a transaction costs as much as many of them."""
+"""Number of answers written together: a transaction costs as much as many of them."""
 
 
 class Tokenizer(Protocol):
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 class HistoryImport:
-    """`epoch`, `weights_version`: of answers whose file does not say; the epoch, if given, holds for all."""
+    """`epoch`, `weights_version`: defaults for answers whose file has none; the epoch, if given, holds for all."""
 
     def __init__(self, archive: Archive, tokenizer: Tokenizer, epoch: int | None, weights_version: int):
         self._archive, self._tokenizer = archive, tokenizer
@@ -43,7 +43,7 @@ class HistoryImport:
         self._prompts, self._epochs = set(), set()
 
     def add(self, path: Path, seen: Callable[[int], None]) -> None:
-        """Import a whole file. Raises BadInput at the first bad line; the lines before it have been kept."""
+        """Imports a whole file. Raises BadInput at the first bad line; the lines before it are kept."""
         self._counts["files"] += 1
         try:
             for number, answers in read_dump(path, seen):
@@ -57,12 +57,12 @@ class HistoryImport:
             self._write()
 
     def summary(self) -> dict[str, int]:
-        """Counts of the files; `skipped` answers were empty, or known already."""
+        """Returns counts of the files; `skipped` answers were empty, or known already."""
         counts = {name: self._counts[name] for name in ("files", "answers", "tokens", "skipped")}
         return counts | {"prompts": len(self._prompts), "epochs": len(self._epochs)}
 
     def _check(self, dumped: Dumped, place: str) -> None:
-        """Raises BadInput if a token of the prompt or the answer is not of this model."""
+        """Raises BadInput if a token of the prompt or the answer is not in the model's vocabulary."""
         for name, tokens in (("prompt", dumped.prompt), ("answer", dumped.answer)):
             if not isinstance(tokens, str) and (wrong := self._tokenizer.foreign(tokens)) is not None:
                 reason = f"{name}: token {wrong} is not in the model's vocabulary; give --tokenizer of the model"
@@ -87,7 +87,7 @@ class HistoryImport:
         self._waiting.setdefault((key, f"{file_name}/{dumped.prompt_id or key}", epoch), []).append(answer)
 
     def _key(self, prompt: str | list[int]) -> str:
-        """The service's name of it, by the text of the prompt's token ids."""
+        """Returns the service's key of a prompt, by the text of its token ids."""
         if not isinstance(prompt, str):
             return prompt_key(self._tokenizer.decode(prompt))
         if prompt not in self._keys:

@@ -1,4 +1,4 @@
-"""A file of JSON lines to which one process appends, so that work which ends early is taken up again.
+"""A file of JSON lines to which one process appends, so that interrupted work can be continued.
 
 Invariant: a line is whole or it is cut off; one process writes at a time; a file of other lines is never opened for
 writing, and none of its bytes is lost.
@@ -17,13 +17,13 @@ from tailrace.app.files.output_file import kind_problem
 from tailrace.app.strict_json import parse_object
 
 VALUE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+')
-"""Of the first key of a line: a text or an integer."""
+"""First value of a line: a text or an integer."""
 
 Keys = tuple[str, str]
 
 
 class LinesFile:
-    """Open for appending. `line`: a name for one of them; `keys`: the first two of each kind of line.
+    """Open for appending. `line`: a noun for one of them; `keys`: the first two keys of each kind of line.
 
     Raises BadInput when it cannot be written, is in use, or holds other lines.
     """
@@ -41,7 +41,7 @@ class LinesFile:
             raise BadInput(f"{path}: cannot be written: {error.strerror}; give another --out") from error
 
     def read(self, take: Callable[[dict], None]) -> None:
-        """Gives each line to `take`. A half-written last line of ours is cut off. Raises BadInput, naming the line."""
+        """Calls `take` with each line. Cuts off a half-written last line of ours. Raises BadInput, naming the line."""
         self._bytes, number, rest = 0, 0, b""
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -59,7 +59,7 @@ class LinesFile:
         self._cut()
 
     def append(self, line: dict) -> None:
-        """Raises OSError, and keeps all earlier lines, if the disk is full."""
+        """Appends a line. Raises OSError, and keeps all earlier lines, if the disk is full."""
         data = json.dumps(line).encode() + b"\n"
         try:
             self._write(data)
@@ -72,7 +72,7 @@ class LinesFile:
         self._file.close()
 
     def _check(self) -> None:
-        """Raises BadInput if there is something else, which is only read. Passes on OSError."""
+        """Raises BadInput if the file holds something else, which is only read. Raises OSError."""
         if not self.path.exists():
             return
         mode = self.path.stat().st_mode
@@ -85,7 +85,7 @@ class LinesFile:
             raise self._other(1)
 
     def _is_ours(self, line: bytes, first: bool) -> bool:
-        """Whether a line, or the beginning of one, is ours. Of the first line the first two keys must show."""
+        """Returns whether a line, or the start of one, is ours. The first line must show its first two keys."""
         return any(_begins(line, keys, first) for keys in self._keys)
 
     def _is_whole(self, line: bytes) -> bool:
@@ -110,13 +110,13 @@ class LinesFile:
         os.fsync(self._file.fileno())
 
     def _cut(self) -> None:
-        """Ends the file after its last whole line."""
+        """Truncates the file after its last whole line."""
         if os.fstat(self._file.fileno()).st_size > self._bytes:
             self._file.truncate(self._bytes)
 
 
 def _begins(line: bytes, keys: Keys, shown: bool) -> bool:
-    """Whether a line begins with these keys, or may if it is cut off before both are `shown`."""
+    """Returns whether a line begins with these keys, or may if it is cut off before both are `shown`."""
     head, second = (f'{mark}"{key}": '.encode() for mark, key in zip(("{", ", "), keys, strict=True))
     if not line.startswith(head):
         return not shown and head.startswith(line)

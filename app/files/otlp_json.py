@@ -17,7 +17,7 @@ STATUSES = {"unset": 0, "ok": 1, "error": 2}
 
 
 def traces_data(spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`TracesData`, of spans as `RolloutClient.take_trace` returns them."""
+    """Returns `TracesData` of spans as `RolloutClient.take_trace` returns them."""
     by_resource: dict[tuple, list[Mapping[str, Any]]] = {}
     for span in spans:
         by_resource.setdefault(tuple(sorted(span["resource"].items())), []).append(span)
@@ -64,7 +64,7 @@ def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """A value of an attribute: text, a number, a truth value, or a list of them."""
+    """Returns the value of an attribute: text, a number, a truth value, or a list of them."""
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):

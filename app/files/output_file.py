@@ -1,7 +1,7 @@
-"""Files that a command writes as a whole, once its work is done: their users name them.
+"""Files that a command writes as a whole, once its work is done, under names that users choose.
 
 Invariant: a file that is not of the same kind is never opened for writing; it is refused before the work starts, and
-once more before the writing. Every writer of a file that a user names goes through here or through `lines_file.py`.
+once more before the writing. Every writer of such a file uses this module or `lines_file.py`.
 """
 
 import os
@@ -16,15 +16,15 @@ from typing import NamedTuple
 from tailrace.app.errors import BadInput, Failed
 
 HEAD_BYTES = 1 << 20
-"""Of a file, in which its kind shows."""
+"""Bytes at the start of a file that show its kind."""
 
 GZIP = b"\x1f\x8b"
 
 
 class OutputKind(NamedTuple):
-    """How files of a kind are known: one of the beginnings, and every text of `holds` in the first MiB.
+    """How files of a kind are recognised: one of the prefixes, and every text of `holds` in the first MiB.
 
-    `noun`: for messages, with its article. A gzipped file is known by its contents.
+    `noun`: for messages, with its article. A gzipped file is recognised by its contents.
     """
 
     noun: str
@@ -32,7 +32,7 @@ class OutputKind(NamedTuple):
     holds: tuple[bytes, ...] = ()
 
     def is_of(self, head: bytes) -> bool:
-        """Returns whether a file with these first bytes is of the kind. One without a byte is of any."""
+        """Returns whether a file with these first bytes is of the kind. An empty file is of any kind."""
         if not head:
             return True
         if head.startswith(GZIP):
@@ -45,7 +45,9 @@ class OutputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputFile:
-    """`option`: by which the user named the file. Raises BadInput if it cannot be written or holds something else."""
+    """`option`: the option by which the user named the file. Raises BadInput if it cannot be written or holds something
+    else.
+    """
 
     path: Path
     option: str
@@ -92,7 +94,7 @@ class OutputFile:
 
 
 def kind_problem(mode: int) -> str | None:
-    """Returns why a thing of this mode is no file to write, or None. Pipes and terminals can be written."""
+    """Returns why a file of this mode cannot be written, or None. Pipes and terminals can be written."""
     if stat.S_ISDIR(mode):
         return "is a folder, and a file is needed"
     return "is no file" if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode) else None
@@ -110,7 +112,7 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def output_folder(path: Path, option: str) -> Path:
-    """Returns the folder, made where it is absent. Raises BadInput if it is no folder or cannot be written."""
+    """Returns the folder, created if absent. Raises BadInput if it is no folder or cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         problem = folder_problem(path)
@@ -124,9 +126,9 @@ def output_folder(path: Path, option: str) -> Path:
 
 
 def check_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
-    """Raises BadInput if a file that is to be written is one that is read, or is to be written twice.
+    """Raises BadInput if an output file is also read, or is written twice.
 
-    Links and other spellings of a path are the same file. Both are by option; a path is None where it is not given.
+    Links and other spellings of a path are the same file. Both are by option; a path is None if it is not given.
     """
     seen = {place: option for option, path in inputs.items() if path is not None for place in _places(path)}
     for option, path in outputs.items():
@@ -137,7 +139,7 @@ def check_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | 
 
 
 def _places(path: Path) -> tuple:
-    """The file by its path, and by its inode if it is there."""
+    """Returns the file's path, and its inode if it exists."""
     try:
         found = path.stat()
         return path.resolve(), (found.st_dev, found.st_ino)
@@ -146,7 +148,7 @@ def _places(path: Path) -> tuple:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether it is /dev/null, a terminal or a pipe, which can be named twice."""
+    """Returns whether it is /dev/null, a terminal or a pipe, which may be named twice."""
     try:
         mode = path.stat().st_mode
     except OSError:

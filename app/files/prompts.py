@@ -15,9 +15,9 @@ from tailrace.deployments.messages.rollout import PromptGroup
 
 
 def read_prompts(path: Path, defaults: dict) -> list[PromptGroup]:
-    """Every prompt of the file. `defaults` (samples, max_tokens, sampling) hold where a line does not say.
+    """Reads every prompt of the file. `defaults` (samples, max_tokens, sampling) apply to lines without these keys.
 
-    A line without `prompt_id` is called after its number. Raises BadInput on the first bad line.
+    A line without `prompt_id` is named by its number. Raises BadInput on the first bad line.
     """
     try:
         lines = path.read_bytes().split(b"\n")  # `splitlines` also cuts at characters that JSON permits in strings

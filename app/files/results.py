@@ -1,4 +1,4 @@
-"""Rollouts on disk: one finished group a line, appended as it comes, so that a run can be taken up again.
+"""Rollouts on disk: one finished group a line, appended as it arrives, so that a run can be continued.
 
 Invariant: a group is written once. Each line carries a digest of its request, and its segments the digests of their
 weights, so runs with different settings never mix.
@@ -14,8 +14,9 @@ from tailrace.deployments.messages.rollout import GroupResult, PromptGroup
 
 
 def request_digest(prompt: PromptGroup, seed: int, step: int) -> str:
-    """Digest of everything but the weights that decides a group's tokens: prompt, sampling, samples, max_tokens, seed,
-    step."""
+    """Returns a digest of all that decides a group's tokens, except the weights: prompt, sampling, samples, max_tokens,
+    seed, step.
+    """
     text = json.dumps([prompt.model_dump(mode="json"), seed, step], sort_keys=True)
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -25,8 +26,8 @@ class ResultsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.weights: set[str] = set()  # digests, of the last segments of all samples
-        self.done: dict[str, str] = {}  # digests by prompt id, of the groups that are there
+        self.weights: set[str] = set()  # digests of the last segments of all samples
+        self.done: dict[str, str] = {}  # digests of finished groups, by prompt id
         self._lines = LinesFile(path, "a rollout of ours", ("prompt_id", "request"))
         self._lines.read(self._take)
 
@@ -35,7 +36,7 @@ class ResultsFile:
         self.weights |= {weights_of(sample["segments"]) for sample in group["samples"]} - {""}
 
     def missing(self, prompts: list[PromptGroup], seed: int, step: int) -> list[PromptGroup]:
-        """The prompts still to do. Raises BadInput when one was done with other settings."""
+        """Returns the prompts without a finished group. Raises BadInput if one was finished with other settings."""
         for prompt in prompts:
             asked = request_digest(prompt, seed, step)
             if self.done.get(prompt.prompt_id, asked) != asked:
@@ -46,7 +47,9 @@ class ResultsFile:
         return [prompt for prompt in prompts if prompt.prompt_id not in self.done]
 
     def check_weights(self, digest: str) -> None:
-        """Raises BadInput if the groups are of other weights than the service's. `digest`: empty if not known yet."""
+        """Raises BadInput if the groups were made by other weights than the service's. `digest`: empty if not known
+        yet.
+        """
         if digest and (others := self.weights - {digest}):
             raise BadInput(
                 f"{self.path}: its groups are of weights {', '.join(sorted(others))}, the service has {digest}; "
@@ -54,7 +57,7 @@ class ResultsFile:
             )
 
     def append(self, group: GroupResult, prompt: PromptGroup, seed: int, step: int) -> None:
-        """Raises Failed, and keeps all earlier groups, if the disk is full."""
+        """Appends a group. Raises Failed, and keeps all earlier groups, if the disk is full."""
         line = {
             "prompt_id": group.prompt_id,
             "request": request_digest(prompt, seed, step),
@@ -73,5 +76,5 @@ class ResultsFile:
 
 
 def weights_of(segments: list[dict]) -> str:
-    """The digest of the weights that made the last segment; empty without one."""
+    """Returns the digest of the weights that made the last segment; empty without one."""
     return segments[-1].get("weights_digest", "") if segments else ""

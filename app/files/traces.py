@@ -19,7 +19,7 @@ from tailrace.deployments.messages.rollout import PromptGroup
 
 
 def read_trace(path: Path) -> list[dict]:
-    """The lines of a trace, each with `prompt_id`, `prompt` and `epochs`."""
+    """Returns the lines of a trace, each with `prompt_id`, `prompt` and `epochs`."""
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if path.suffix == ".gz" else data
@@ -54,9 +54,10 @@ def read_trace(path: Path) -> list[dict]:
 def replay_groups(
     lines: list[dict], encode: Callable[[str], list[int]], *, prompts: int, samples: int, max_tokens: int
 ) -> tuple[PromptGroup, ...]:
-    """The first `prompts` lines as groups that replay `samples` of the last checkpoint's, `max_tokens` at most each.
+    """Returns the first `prompts` lines as groups that replay `samples` of the last checkpoint's, at most `max_tokens`
+    each.
 
-    `max_tokens` is the same for all, as in a real step: no group says how long its samples are (law 3).
+    `max_tokens` is the same for all, as in a real step: no group reveals how long its samples are (law 3).
     """
     groups = []
     for line in lines[:prompts]:

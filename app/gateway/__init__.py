@@ -1,1 +1,1 @@
-"""HTTP in vLLM's dialect, for trainers and clients without Ray: a Serve application of its own over open sessions."""
+"""HTTP in vLLM's dialect, for trainers and clients without Ray: a separate Serve application over open sessions."""

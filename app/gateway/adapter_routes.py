@@ -1,7 +1,7 @@
-"""Routes by which trainers load adapters of LoRA: vLLM 0.32's `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`.
+"""Routes by which trainers load LoRA adapters: vLLM 0.32's `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`.
 
-Those of prime-rl and SkyRL replace an adapter of the same name. Invariant: a load that fails leaves the name as it was.
-Source of forms and texts: vLLM's `entrypoints/serve/lora`, `entrypoints/openai/models/serving.py`.
+The trainers prime-rl and SkyRL replace an adapter of the same name. Invariant: a load that fails leaves the name as it
+was. Source of formats and texts: vLLM's `entrypoints/serve/lora`, `entrypoints/openai/models/serving.py`.
 """
 
 from fastapi import FastAPI, Request
@@ -17,8 +17,9 @@ IN_PLACE = ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
 
 
 class AdapterLoad(RequestBody):
-    """`lora_path`: an absolute folder of PEFT's form that every replica can read. `load_inplace`: a name that is loaded
-    may get another content, as its next version."""
+    """`lora_path`: an absolute folder in PEFT's format that every replica can read. `load_inplace`: a loaded name may
+    get another content, as its next version.
+    """
 
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1)
@@ -40,7 +41,7 @@ def add_adapters(app: FastAPI, service: GatewayService) -> None:
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: AdapterLoad, http: Request):
-        """Load an adapter, and name it. One that is loaded needs `load_inplace`."""
+        """Load an adapter under a name. A name that is loaded needs `load_inplace`."""
         if not request.load_inplace and request.lora_name in await names(service):
             raise ValueError(
                 f"The lora adapter '{request.lora_name}' has already been loaded. If you want to load the adapter in "
@@ -53,7 +54,7 @@ def add_adapters(app: FastAPI, service: GatewayService) -> None:
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: AdapterUnload, http: Request):
-        """Forget an adapter. Samples in flight end with it."""
+        """Remove an adapter. Samples in flight end with it."""
         client = service.client(http.scope["role"])
         if request.lora_name not in await names(service):
             text = f"The lora adapter '{request.lora_name}' cannot be found."

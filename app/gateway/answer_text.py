@@ -11,13 +11,14 @@ from tailrace.policies.protocol.actions import SampleEnd
 
 
 def text_for(request: Answered, sample: SampleResult, prompts: Prompts) -> str:
-    """An ended sample's text, as the request wants it."""
+    """Returns an ended sample's text in the form that the request wants."""
     return text_of(sample, prompts, not request.skip_special_tokens, request.include_stop_str_in_output)
 
 
 def text_of(sample: SampleResult, prompts: Prompts, special: bool, with_stop: bool = False) -> str:
-    """An ended sample's text. `special`: with the names of special tokens; `with_stop`: with the stop that ended it,
-    text or token."""
+    """Returns an ended sample's text. `special`: with the names of special tokens; `with_stop`: with the stop that
+    ended it, text or token.
+    """
     if not (special or with_stop):
         return sample.text
     decode = partial(prompts.decode, special=special)
@@ -32,5 +33,5 @@ def text_of(sample: SampleResult, prompts: Prompts, special: bool, with_stop: bo
 
 
 def stream_text(prompts: Prompts, sampling: SamplingParams, special: bool) -> StreamText:
-    """The same text, piece by piece."""
+    """Returns the same text, piece by piece."""
     return StreamText(partial(prompts.decode, special=special), sampling.stop)

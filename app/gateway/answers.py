@@ -1,4 +1,4 @@
-"""Answers of the gateway's routes, in vLLM's forms, with two fields more in each choice.
+"""Answers of the gateway's routes, in vLLM's formats, with two more fields in each choice.
 
 `weight_versions`: spans of tokens by weights version, as in vLLM 0.32's token-in-token-out answers. `tailrace`: the
 seed, step, group, index and turn that the tokens depend on, and the digests of the weights and of the adapter.
@@ -20,7 +20,7 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
 
 NULLS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-"""Keys of vLLM's messages whose values are not known here: clients read them without asking whether they are there."""
+"""Keys of vLLM's messages whose values are not known here: clients read them without checking that they exist."""
 
 FINISH = {SampleEnd.STOP: "stop", SampleEnd.LENGTH: "length", SampleEnd.CANCELLED: "abort"}
 
@@ -65,7 +65,7 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
 
 
 def with_calls(finish_reason: str, chat: Chat) -> str:
-    """The finish_reason of an answer that calls tools: `stop` if the request chose the one."""
+    """Returns the finish_reason of an answer that calls tools: `stop` if the request chose the tool."""
     return "tool_calls" if finish_reason == "stop" and not chat.calls.is_named else finish_reason
 
 
@@ -86,14 +86,14 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
 
 
 def placeholders(request: TokensRequest) -> dict:
-    """Places of the prompt's features, with its token ids."""
+    """Returns the places of the prompt's features, with its token ids."""
     if request.features is None or not request.return_token_ids:
         return {}
     return {"mm_placeholders": request.features.model_dump()["mm_placeholders"]}
 
 
 def models(model: ServedModel, adapters: Iterable[Adapter]) -> dict:
-    """The model, then the adapters with their versions and digests."""
+    """Returns the model, then the adapters with their versions and digests."""
     same = {"object": "model", "created": 0, "owned_by": "tailrace", "max_model_len": model.max_model_len}
     entries = [{"id": model.name, "root": model.root, "parent": None} | same]
     for one in adapters:
@@ -103,7 +103,7 @@ def models(model: ServedModel, adapters: Iterable[Adapter]) -> dict:
 
 
 def failures(answers: Iterable[list[SampleAnswer]]) -> list[str]:
-    """Errors of samples that the service has given up."""
+    """Returns the errors of samples that the service has given up."""
     return [one.sample.error or "" for of in answers for one in of if one.sample.finish_reason is SampleEnd.FAILED]
 
 
@@ -131,7 +131,7 @@ def usage(prompt_tokens: int, made_tokens: int) -> dict:
 
 
 def end(naming: Naming, answer: SampleAnswer) -> dict:
-    """The end of a choice, and all that its tokens depend on."""
+    """Returns the end of a choice, and all that its tokens depend on."""
     sample = answer.sample
     digests = {str(one.weights_version): one.weights_digest for one in sample.segments}
     key = {"seed": naming.seed, "step": naming.step, "group": answer.group, "index": sample.sample_index}
@@ -147,7 +147,7 @@ def end(naming: Naming, answer: SampleAnswer) -> dict:
 
 
 def weight_versions(sample: SampleResult) -> list[dict]:
-    """Spans of one weights version each, whichever replicas made them."""
+    """Returns spans of one weights version each, whichever replicas made them."""
     spans: list[dict] = []
     for segment in sample.segments:
         version = str(segment.weights_version)
@@ -167,7 +167,9 @@ def _ids(wanted: bool | None, answer: SampleAnswer) -> dict:
 def completion_logprobs(
     piece: SampleResult | SampleTokens, model: ServedModel, as_ids: bool, offset: int
 ) -> tuple[dict, int]:
-    """The logprobs of a piece of an answer whose text begins at character `offset`, and where the next one begins."""
+    """Returns the logprobs of a piece of an answer whose text begins at character `offset`, and the offset of the next
+    piece.
+    """
     names = [_name(token, model, as_ids) for token in piece.token_ids]
     offsets = list(accumulate(map(len, names), initial=offset))
     found = {
@@ -190,8 +192,9 @@ def chat_logprobs(piece: SampleResult | SampleTokens, model: ServedModel, as_ids
 
 
 def tokens_logprobs(piece: SampleResult | SampleTokens, model: ServedModel) -> list[dict]:
-    """By token ids, as prime-rl's renderers want them. Each token is in its `top_logprobs` if no other one was asked
-    for, as in vLLM."""
+    """Returns logprobs by token ids, as prime-rl's renderers expect them. Each token is in its `top_logprobs` if no
+    other was requested, as in vLLM.
+    """
     entries = chat_logprobs(piece, model, True)
     return [one | {"top_logprobs": one["top_logprobs"] or [without_top(one)]} for one in entries]
 
@@ -207,7 +210,7 @@ def _entry(token: int, logprob: float, model: ServedModel, as_ids: bool) -> dict
 
 
 def sampling_mask(piece: SampleResult | SampleTokens) -> list[list[int]] | None:
-    """The kept tokens of each position; None if they are not asked for."""
+    """Returns the kept tokens of each position; None if they were not requested."""
     return [list(kept) for kept in piece.sampling_mask] or None
 
 
@@ -216,8 +219,9 @@ def _tops(piece: SampleResult | SampleTokens) -> Sequence[Top]:
 
 
 def prompt_logprobs(answer: SampleAnswer, model: ServedModel) -> list[dict | None] | None:
-    """Returns for each token of the prompt but the first its own logprob, then the likeliest tokens', by id; or None
-    if they are not asked for."""
+    """Returns for each token of the prompt but the first its own logprob, then the likeliest tokens', by id; or None if
+    they were not requested.
+    """
     found = answer.sample.prompt_logprobs
     if found is None:
         return None
@@ -235,7 +239,7 @@ def prompt_logprobs(answer: SampleAnswer, model: ServedModel) -> list[dict | Non
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; vLLM sends this instead."""
+    """Replaces infinity, which JSON does not have, by vLLM's value."""
     return max(logprob, -9999.0)
 
 

@@ -1,4 +1,4 @@
-"""`build(args)`: the gateway as a Serve application. What its `import_path` in `serve.http.yaml` names.
+"""`build(args)`: the gateway as a Serve application. `import_path` in `serve.http.yaml` names it.
 
 It is stateless: one replica or several, which share sessions by their names in the coordinator.
 """
@@ -14,11 +14,11 @@ from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService
 
 RESUME_S = 60.0
-"""Seconds for which a request waits for a coordinator that was lost."""
+"""Seconds for which a request waits for a lost coordinator."""
 
 
 def build(args: GatewayConfig) -> Application:
-    """The application with its defaults; `serve deploy` lays the file's `deployments` over them."""
+    """Returns the application with its defaults; `serve deploy` applies the file's `deployments` over them."""
 
     def service() -> GatewayService:
         return GatewayService(lambda role: RolloutClient(args.app_name, resume_s=RESUME_S, role=role), args)

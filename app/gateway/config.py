@@ -19,8 +19,9 @@ class Strict(BaseModel):
 
 
 class GatewayConfig(Strict):
-    """`tokens_file`: lines of `ROLE TOKEN`, the roles being those of `RolloutClient`. Without one, each caller is an
-    evaluator (it rolls out, and changes nothing), and the port has to be on loopback."""
+    """`tokens_file`: lines of `ROLE TOKEN`, with the roles of `RolloutClient`. Without one, each caller is an evaluator
+    (it rolls out, and changes nothing), and the port has to be on loopback.
+    """
 
     app_name: str = Field("tailrace", description="the service's application")
     tokens_file: str | None = Field(None, description="absolute path of `ROLE TOKEN` lines; null: no token is needed")
@@ -45,7 +46,7 @@ class GatewayConfig(Strict):
 
 
 class GatewayApplication(Strict):
-    """HTTP for the service of the same file. Keys of its deployment pass to Serve unchanged."""
+    """HTTP for the service of the same file. Keys of its deployment are passed to Serve unchanged."""
 
     name: str = "gateway"
     import_path: Literal["tailrace.app.gateway.build:build"] = GATEWAY
@@ -57,7 +58,9 @@ class GatewayApplication(Strict):
 
 
 class HttpOptions(Strict):
-    """Serve's, of the gateway's port. `host`: loopback, or one of the node's addresses where tokens are needed."""
+    """Serve's settings of the gateway's port. `host`: loopback, or one of the node's addresses if tokens are
+    required.
+    """
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65_535)

@@ -1,7 +1,7 @@
-"""The model's context as a bound of requests, in the words by which clients know an overlong prompt.
+"""The model's context as a limit of requests, in the words by which clients recognise an overlong prompt.
 
-Invariant: routes refuse and cut as in vLLM 0.32. A prompt that leaves no room is refused; an answer's bound beyond the
-room is cut; one beyond the whole context is refused, except on the route of tokens.
+Invariant: routes refuse and cut as vLLM 0.32 does. A prompt that leaves no room is refused. An answer's limit beyond
+the room is cut; one beyond the whole context is refused, except on the route of tokens.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ from tailrace.app.gateway.edge.errors import FieldRefused
 from tailrace.deployments.batches.prompts import Prompts
 
 ADDED_TOKENS = 16
-"""More than tokenizers add to a text by themselves."""
+"""Upper bound of the tokens that tokenizers add to a text by themselves."""
 
 
 def check_bound(name: str, tokens: int | None, context: int) -> None:
-    """Raises FieldRefused if an answer's bound is beyond the context. `name`: of its field."""
+    """Raises FieldRefused if an answer's limit is beyond the context. `name`: name of its field."""
     if tokens is not None and tokens > context:
         raise FieldRefused(
             f"{name}={tokens} cannot be greater than max_model_len={context}. Please request fewer output tokens.", name
@@ -23,7 +23,7 @@ def check_bound(name: str, tokens: int | None, context: int) -> None:
 
 
 async def check_prompts(prompts: Sequence[Mapping], tokenizer: Prompts, context: int) -> None:
-    """Raises FieldRefused for a prompt that leaves no room for a token. `prompts`: as a PromptGroup takes them."""
+    """Raises FieldRefused for a prompt that leaves no room for a token. `prompts`: in the format of a PromptGroup."""
     for prompt in prompts:
         token_ids, text = prompt.get("token_ids"), prompt.get("text", "")
         if token_ids is None and len(text.encode()) + ADDED_TOKENS < context:
@@ -35,13 +35,13 @@ async def check_prompts(prompts: Sequence[Mapping], tokenizer: Prompts, context:
 
 
 def check_known(name: str, token_ids: Sequence[int], tokenizer: Prompts) -> None:
-    """Raises FieldRefused for a token id that the model has not. `name`: of the field."""
+    """Raises FieldRefused for a token id that the model does not have. `name`: name of the field."""
     if (wrong := tokenizer.foreign(token_ids)) is not None:
         raise FieldRefused(f"{name}: Token id {wrong} is out of vocabulary", name)
 
 
 def check_length(tokens: int, context: int) -> None:
-    """Raises FieldRefused if a prompt of so long a length leaves no room for a token."""
+    """Raises FieldRefused if a prompt of this length leaves no room for a token."""
     if tokens < context:
         return
     beyond = f"contains {tokens} input tokens, which exceeds this limit even without any output tokens"

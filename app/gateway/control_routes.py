@@ -1,8 +1,8 @@
-"""Routes by which trainers steer a service: pauses, updates of weights, caches. vLLM 0.32's dialect, and prime-rl's.
+"""Routes by which trainers control a service: pauses, updates of weights, caches. vLLM 0.32's dialect, and prime-rl's.
 
 Invariant: an update is committed whole, by `/finish_weight_update` or by a folder in `/update_weights`; one that fails
-or breaks off before leaves the service as it was. Routes that are not served are refused with the reason. Source of
-names and forms: vLLM's `entrypoints/rl/online/api_router.py`, `entrypoints/serve/dev`.
+or breaks off before that leaves the service as it was. Routes that are not served are refused with the reason. Source
+of names and formats: vLLM's `entrypoints/rl/online/api_router.py`, `entrypoints/serve/dev`.
 """
 
 from typing import Annotated, Any, Literal
@@ -30,9 +30,9 @@ REFUSED = {
 
 
 class WeightsUpdate(RequestBody):
-    """prime-rl's form: `weight_dir`, a folder of safetensors or `memory:...`, and `version`, by default the next one.
+    """prime-rl's format: `weight_dir`, a folder of safetensors or `memory:...`, and `version`, by default the next one.
 
-    vLLM's form: `update_info`, of the trainer's transfer engine, between `/start_weight_update` and
+    vLLM's format: `update_info`, of the trainer's transfer engine, between `/start_weight_update` and
     `/finish_weight_update`.
     """
 
@@ -177,7 +177,9 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
         action: Annotated[Literal["checksum", "reset", "compare"], Body(embed=True)],
         baseline: Annotated[dict[str, str] | None, Body(embed=True)] = None,
     ):
-        """Checksums of the weights that every replica computes with, read back; or their comparison with a baseline."""
+        """Return checksums of the weights that every replica computes with, read back; or compare them with a
+        baseline.
+        """
         if action == "reset":
             raise ValueError("action: reset would fill the model with chance; a service in use keeps its weights")
         if action == "compare" and baseline is None:
@@ -193,12 +195,14 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
 
     @app.post("/weight_slots")
     async def weight_slots(http: Request):
-        """The name of the slots in this machine's shared memory where a trainer stages weights for `update_info`."""
+        """Return the name of the slots in this machine's shared memory where a trainer stages weights for
+        `update_info`.
+        """
         return {"slots": await service.client(http.scope["role"]).own_slots()}
 
 
 def _check_here(source: str) -> None:
-    """Raises ValueError if weights in memory are not on the gateway's machine: replicas would look there in vain."""
+    """Raises ValueError if weights in memory are not on the gateway's machine: replicas would not find them."""
     if slot_of(memory_source(source)) is None:
         raise ValueError(f"{source} is not in the memory of the gateway's machine; stage it there, or give a folder")
 
@@ -250,6 +254,6 @@ def _add_info(app: FastAPI, service: GatewayService) -> None:
 
     @app.get("/get_world_size")
     async def get_world_size(include_dp: Annotated[bool, Query()] = True):
-        """Workers of all replicas, or of one without `include_dp`."""
+        """Return the number of workers of all replicas, or of one without `include_dp`."""
         ranks = [one.ranks for one in (await service.client(Role.OBSERVER).status()).replicas]
         return {"world_size": sum(ranks) if include_dp else max(ranks, default=1)}

@@ -1,4 +1,4 @@
-"""The doors of the gateway, as ASGI middleware: bearer tokens with roles, and bounds on bodies and open requests.
+"""Access control of the gateway, as ASGI middleware: bearer tokens with roles, and limits on bodies and open requests.
 
 Invariant: a request that is refused here reaches no route. `scope["role"]` is the caller's.
 """
@@ -15,14 +15,14 @@ from tailrace.app.gateway.edge.errors import error_body
 from tailrace.deployments.messages.roles import Role
 
 OPEN_PATHS = ("/health", "/liveness")
-"""They need no token: load balancers ask them."""
+"""Paths that need no token: load balancers call them."""
 
 PAGES = ("/board", "/board/stream", "/board/sample")
-"""For browsers, which ask a person for name and token, and then send them with each request."""
+"""Pages for browsers, which ask a person for name and token, and then send them with each request."""
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
-    """Roles by token. Raises ValueError, one line, if a line is not `ROLE TOKEN`."""
+    """Reads roles by token. Raises ValueError, one line, if a line is not `ROLE TOKEN`."""
     found = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
@@ -38,8 +38,9 @@ def read_tokens(path: Path) -> dict[str, Role]:
 
 
 def token_of(header: bytes) -> bytes:
-    """The token of `Bearer TOKEN`; or of `Basic`, which clients send by themselves that have `http://ROLE:TOKEN@HOST`
-    for an address. Empty if there is none."""
+    """Returns the token of `Bearer TOKEN`, or of `Basic`, which clients with an address `http://ROLE:TOKEN@HOST` send
+    by themselves. Empty if there is none.
+    """
     kind, _, given = header.partition(b" ")
     if kind.lower() == b"bearer":
         return given.strip()
@@ -115,7 +116,9 @@ def _header(scope, name: bytes) -> bytes:
 
 
 def _is_foreign(scope) -> bool:
-    """Whether a browser sends it for a page of another site: a browser that knows a token adds it there, too."""
+    """Returns whether a browser sends it for a page of another site: a browser that knows a token adds it there,
+    too.
+    """
     origin = _header(scope, b"origin")
     return bool(origin) and origin.partition(b"://")[2] != _header(scope, b"host")
 

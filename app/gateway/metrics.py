@@ -1,7 +1,8 @@
 """Figures of one gateway replica: requests, refusals, open requests, seconds; `GET /metrics` shows them.
 
-Invariant: labels are routes of the application, statuses and a few reasons, so that no caller can make series. Each
-replica counts for itself, under a name of its own. The outermost ASGI middleware, so that refusals at the doors count.
+Invariant: labels are routes of the application, statuses and a few reasons, so that no caller can create series. Each
+replica counts for itself, under its own name. The outermost ASGI middleware, so that refusals of the access control
+count.
 """
 
 import asyncio
@@ -27,21 +28,23 @@ from tailrace.deployments.metrics.registry import (
 from tailrace.deployments.metrics.text import prometheus_text
 
 NO_ROUTE = "none"
-"""Label of a request that has come to no route."""
+"""Label of a request that has reached no route."""
 
 REASONS = {401: "token", 403: "role", 413: "body", 429: "quota", 503: "away"}
-"""By status, of requests that a route or a door has refused; others of 400 to 499 are refused for their content."""
+"""Reasons by status, of requests that a route or the access control has refused; others of 400 to 499 are refused for
+their content.
+"""
 
 
 def reason_of(status: int, route: str) -> str | None:
-    """Why a request was refused, or None if it was not."""
+    """Returns why a request was refused, or None if it was not."""
     if route == NO_ROUTE and status in (404, 405, 429):
         return "max_open" if status == 429 else "route"
     return REASONS.get(status, "content" if 400 <= status < 499 else None)
 
 
 class GatewayMetrics:
-    """The figures of one process. `replica`: their label on the page."""
+    """The figures of one process. `replica`: label of its figures on the page."""
 
     def __init__(self) -> None:
         self.replica = token_hex(4)
@@ -99,18 +102,20 @@ class Metered:
 
 
 def add_metrics(app: FastAPI) -> None:
-    """The route, and the middleware; to be added last, so that it sees all others' refusals."""
+    """Adds the route and the middleware; call it last, so that it sees all others' refusals."""
     metrics = app.state.metrics = GatewayMetrics()
     app.add_middleware(Metered, metrics=metrics)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
-        """Figures of this replica, in Prometheus's text format."""
+        """Return figures of this replica, in Prometheus's text format."""
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def exporting(otlp: bool) -> Callable:
-    """The lifespan of an application whose figures go to Ray's endpoint, and to a collector if `otlp`."""
+    """Returns the lifespan of an application that exports its figures to Ray's endpoint, and to a collector if
+    `otlp`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

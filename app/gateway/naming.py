@@ -1,9 +1,9 @@
 """Names of the samples of HTTP requests: the part of their keys that is not the prompt.
 
 Tokens depend on weights, prompt, sampling parameters and (seed, step, group, index, turn). The headers
-`X-Tailrace-Seed`, `-Step`, `-Group`, `-Index` and `-Turn` give them; `-Hold` says for how many seconds a sample is held
-for its next turn. Without a group it is that of equal prompts; without an index it is the
-request's `seed`, or drawn here, and the answer says which. Samples of one request have indexes in a row.
+`X-Tailrace-Seed`, `-Step`, `-Group`, `-Index` and `-Turn` give them; `-Hold` gives the seconds for which a sample is
+held for its next turn. Without a group it is that of equal prompts; without an index it is the request's `seed`, or
+drawn here, and the answer contains it. Samples of one request have consecutive indexes.
 """
 
 import re
@@ -20,11 +20,11 @@ HEADERS = {name: f"x-tailrace-{name}" for name in ("seed", "step", "group", "ind
 
 
 DRAWN = -1
-"""A seed that is none, in vLLM. Other seeds below 0 are seeds."""
+"""Seed that means none, in vLLM. Other negative seeds are seeds."""
 
 
 class Naming(NamedTuple):
-    """`index`: of the first sample of the request."""
+    """`index`: index of the first sample of the request."""
 
     seed: int
     step: int
@@ -35,7 +35,7 @@ class Naming(NamedTuple):
 
     @classmethod
     def of(cls, headers: Mapping[str, str], request_seed: int | None) -> "Naming":
-        """Raises ValueError that names the header."""
+        """Reads the names from the headers. Raises ValueError that names the header."""
         index = _number(headers, "index")
         if index is None:
             drawn = request_seed in (None, DRAWN)
@@ -47,23 +47,23 @@ class Naming(NamedTuple):
         return prompt_name(prompt) if self.group is None else self.group
 
     def sample(self, prompt: Mapping, number: int) -> str:
-        """The name of the turn of one of the samples of a prompt."""
+        """Returns the name of the turn of one of the samples of a prompt."""
         return f"{self.seed}/{self.step}/{self.group_of(prompt)}/{self.index + number}/{self.turn}"
 
     def session(self) -> BatchSettings:
-        """The settings of the session that such requests share, on all replicas of the gateway."""
+        """Returns the settings of the session that such requests share, on all replicas of the gateway."""
         return BatchSettings(batch_id=f"http-{self.seed}-{self.step}", seed=self.seed, step=self.step)
 
 
 def index_of(seed: int) -> int:
-    """The index of a sample by the seed of its request: the seed itself, unless no index is as great, or below 0."""
+    """Returns the index of a sample by the seed of its request: the seed itself, unless it is negative or too large."""
     if 0 <= seed <= MAX_INDEX // 2:
         return seed
     return int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest()) % (MAX_INDEX // 2)
 
 
 def _text(headers: Mapping[str, str], name: str) -> str | None:
-    """Of UTF-8 in the header's bytes, which ASGI servers read as Latin-1."""
+    """Decodes UTF-8 in the header's bytes, which ASGI servers read as Latin-1."""
     text = headers.get(HEADERS[name])
     try:
         return None if text is None else text.encode("latin-1").decode()

@@ -1,6 +1,6 @@
-"""Requests of vLLM's routes, as far as they are honoured: any other field with a value that means something is refused.
+"""Requests of vLLM's routes, as far as they are supported: any other field with an effective value is refused.
 
-Invariant: no field is ignored that could change a token. Source of names and defaults: vLLM 0.32,
+Invariant: no field that could change a token is ignored. Source of names and defaults: vLLM 0.32,
 `entrypoints/openai/{completion,chat_completion}/protocol.py`, `entrypoints/scale_out/token_in_token_out/protocol.py`.
 """
 
@@ -20,10 +20,10 @@ from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 
 MAX_BIAS = 100.0
-"""vLLM cuts a greater one to it."""
+"""Maximum bias; vLLM cuts a greater one to it."""
 
 MAX_NAMED = 8
-"""Faults of one field that a refusal names."""
+"""Maximum number of faults of one field that a refusal names."""
 
 INT64 = 2**63
 
@@ -34,7 +34,7 @@ IGNORED = {
     "return_mm_kwargs", "return_token_offsets", "truncation_side", "token_offsets",
     "length_penalty", "early_stopping",
 }  # fmt: skip
-"""Fields that change no token, and whose answer is the same here."""
+"""Fields that change no token, and without which the answer is the same here."""
 
 NEUTRAL = {
     "best_of": (1,), "echo": (False,), "use_beam_search": (False,),
@@ -46,12 +46,13 @@ NEUTRAL = {
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "repetition_detection": ({},), "content_parts": ([],),
     "reasoning_ended": (True,), "output_text_buffer_length": (0,), "prompt_logprob_start": (0,),
 }  # fmt: skip
-"""Values that ask for nothing, besides null."""
+"""Values without an effect, besides null."""
 
 
 def biases(given: Any) -> Any:
-    """`logit_bias` by token id, cut as vLLM does. Raises ValueError that names the first keys and values that are
-    none."""
+    """Returns `logit_bias` by token id, cut as vLLM does. Raises ValueError that names the first invalid keys and
+    values.
+    """
     if not isinstance(given, Mapping):
         return given
     found, wrong = {}, []
@@ -67,7 +68,7 @@ def biases(given: Any) -> Any:
 
 
 def unknown_field(given: dict[str, Any]) -> str | None:
-    """One line about the first field that is not honoured, or None."""
+    """Returns one line about the first field that is not supported, or None."""
     for name, value in given.items():
         if name in IGNORED or value is None or value in NEUTRAL.get(name, ()):
             continue
@@ -77,8 +78,9 @@ def unknown_field(given: dict[str, Any]) -> str | None:
 
 
 class Sampled(RequestObject):
-    """Sampling parameters of one request. `seed`: the index of the sample among those of its prompt, see `naming`;
-    -1 is none, as in vLLM."""
+    """Sampling parameters of one request. `seed`: the index of the sample among those of its prompt, see `naming`; -1
+    means none, as in vLLM.
+    """
 
     model_config = ConfigDict(extra="allow")
     n: int = Field(1, ge=1, le=1_024)
@@ -117,24 +119,27 @@ class Sampled(RequestObject):
         return self
 
     def sampling(self) -> SamplingParams:
-        """Raises ValueError for values that no distribution has."""
+        """Returns the sampling parameters. Raises ValueError for invalid values."""
         given = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
         given |= {"structured_outputs": self.form(), "top_logprobs": self.likeliest()}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def form(self) -> dict[str, Any] | None:
-        """The form that the answer must have."""
+        """Returns the form that the answer must have."""
         return None if self.structured_outputs is None else self.structured_outputs.form()
 
     def likeliest(self) -> int:
-        """Number of tokens of each position whose logprobs are asked for, besides that of the sampled one."""
+        """Returns the number of tokens of each position whose logprobs are requested, besides that of the sampled
+        one.
+        """
         asked = getattr(self, "logprobs", None) or 0
         return asked if asked > 1 else 0  # trainers send 1 for that of the sampled token
 
 
 class StreamOptions(RequestObject):
-    """`include_usage`: a last event with the tokens of all choices; `continuous_usage_stats`: with
-    it, in every event, too."""
+    """`include_usage`: a last event has the tokens of all choices; `continuous_usage_stats`: with it, every event has
+    them.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -155,21 +160,21 @@ class Streamable(RequestObject):
         return self
 
     def sampled(self) -> Sampled:
-        """Its sampling parameters."""
+        """Returns its sampling parameters."""
         raise NotImplementedError
 
     def chunk_tokens(self) -> int | None:
-        """Bound of an event of a stream; None if there is none."""
+        """Returns the maximum tokens of an event of a stream; None if there is none."""
         return max(self.sampled().stream_interval or 0, STREAM_CHUNK_TOKENS) if self.stream else None
 
     def wants_usage(self, always: bool) -> bool:
-        """Whether a stream's events have the usage: each of them (`always`), or the last."""
+        """Returns whether a stream's events have the usage: each of them (`always`), or the last."""
         options = self.stream_options or StreamOptions()
         return bool(options.include_usage and (options.continuous_usage_stats or not always))
 
 
 class Answered(Sampled, Streamable):
-    """Fields of completions and chats alike: how the answer is given."""
+    """Fields that completions and chats share: the format of the answer."""
 
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool = True
@@ -213,7 +218,7 @@ class CompletionRequest(Answered):
         return given
 
     def prompts(self, tokenizer: Prompts) -> list[dict]:
-        """The prompts as a PromptGroup takes them."""
+        """Returns the prompts in the format of a PromptGroup."""
         several = self.prompt if isinstance(self.prompt, list) and not _is_ids(self.prompt) else [self.prompt]
         if not self.add_special_tokens:
             several = [tokenizer.encode(one) if isinstance(one, str) else one for one in several]
@@ -221,8 +226,9 @@ class CompletionRequest(Answered):
 
 
 class TokensSampled(Sampled):
-    """`max_tokens`: None for as many as the context has room for, as in vLLM. `sampling_mask`: ours; vLLM gives the
-    answer's field of that name to all requests, by a flag of the server."""
+    """`max_tokens`: None for as many as the context has room for, as in vLLM. `sampling_mask`: ours; vLLM adds the
+    answer's field of that name to all requests, by a flag of the server.
+    """
 
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     sampling_mask: bool | None = None
@@ -238,7 +244,7 @@ class TokensRequest(Streamable):
     features: Features | None = None
 
     def prompt(self) -> dict:
-        """The prompt as a PromptGroup takes it."""
+        """Returns the prompt in the format of a PromptGroup."""
         features = {} if self.features is None else {"features": self.features}
         return {"token_ids": tuple(self.token_ids)} | features
 

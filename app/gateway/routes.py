@@ -1,7 +1,8 @@
 """The gateway's routes, as a FastAPI application over a `GatewayService`.
 
-Errors have vLLM's form: 400 for a field that is not honoured, 403 for a role without the right, 404 for another model,
-429 for a quota that is used up, 400 for one that is too small for the request, 503 while the service is away.
+Errors have vLLM's format: 400 for a field that is not supported, 403 for a role without the right, 404 for another
+model, 429 for a quota that is used up, 400 for one that is too small for the request, 503 while the service is
+unreachable.
 """
 
 import asyncio
@@ -37,11 +38,11 @@ VERSION = version("tailrace")
 
 ERRORS = {kind: {"model": ErrorAnswer, "description": "an error, in vLLM's form"} for kind in ("4XX", "5XX")}
 STREAM = {200: {"description": "the answer, whole or as events", "content": {"text/event-stream": {}}}}
-"""Of a route with `stream`."""
+"""Responses of a route with `stream`."""
 
 
 def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable | None = None) -> FastAPI:
-    """`lifespan`: see FastAPI."""
+    """Returns the application. `lifespan`: see FastAPI."""
     about = "vLLM's routes, over open sessions of Tailrace"
     app = FastAPI(title="Tailrace", version=VERSION, description=about, lifespan=lifespan, responses=ERRORS)
     app.router.route_class = StrictRoute
@@ -100,7 +101,7 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
 
 
 async def _made(service: GatewayService, http: Request, wanted: Wanted, naming: Naming, body: Callable):
-    """Generate, and answer by `body`, unless the client has left."""
+    """Generates, and answers by `body`, unless the client has left."""
     found = await _unless_gone(http, service.generate(http.scope["role"], wanted, naming))
     if found is None:
         return JSONResponse(error_body(499, "the client has left"), 499)
@@ -110,7 +111,7 @@ async def _made(service: GatewayService, http: Request, wanted: Wanted, naming: 
 
 
 async def _streamed(service: GatewayService, http: Request, stream: AnswerStream):
-    """Answer by events. A refusal comes before the first one, with its own status."""
+    """Answers by events. A refusal comes before the first one, with its own status."""
     parts = service.stream(http.scope["role"], stream.wanted, stream.naming)
     first = await _unless_gone(http, anext(parts))
     if first is None:
@@ -131,7 +132,7 @@ async def _streamed(service: GatewayService, http: Request, stream: AnswerStream
 
 
 async def _unless_gone(http: Request, work: Awaitable):
-    """The work's result; None if the client leaves first, which cancels it."""
+    """Returns the work's result; None if the client leaves first, which cancels the work."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(left(http.receive))
     try:
@@ -171,6 +172,6 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
 
 
 def _add_board(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:
-    """The page of a running service, for any role; texts of samples for those that may roll out."""
+    """Adds the page of a running service, for any role; texts of samples for those that may roll out."""
     watcher = Watcher(lambda: service.client(Role.OBSERVER))
     add_board(app, watcher, lambda http: service.client(http.scope["role"]), any_host=config.tokens_file is not None)

@@ -1,6 +1,6 @@
-"""The service as the gateway reaches it: a client for each role, sessions, and the model's name and tokenizer.
+"""The gateway's access to the service: a client for each role, sessions, and the model's name and tokenizer.
 
-Invariant: nothing of a request outlives it here; sessions are the coordinator's, and are closed there once idle.
+Invariant: nothing of a request outlives it here; sessions belong to the coordinator, and are closed there once idle.
 """
 
 import asyncio
@@ -26,11 +26,15 @@ from tailrace.deployments.messages.rollout import PromptGroup, SamplingParams
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 
 MAX_SAMPLES = 1_024
-"""Of one request: each costs the gateway 0.1 ms of its event loop before others have their turn."""
+"""Maximum number of samples of one request: each costs the gateway 0.1 ms of its event loop before others have their
+turn.
+"""
 
 
 class ServedModel(NamedTuple):
-    """`name`: as requests give it, the folder's last part. `adapter`: that of a request which names one instead."""
+    """`name`: the model's name in requests, the folder's last part. `adapter`: the adapter of a request which names one
+    instead.
+    """
 
     name: str
     root: str
@@ -41,8 +45,10 @@ class ServedModel(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None for
-    as many as the model's context has room for. `chunk_tokens`: bound of an event of a stream. `adapter`: by name."""
+    """Samples of one HTTP request. `prompts`: in the format of a PromptGroup; `n`: samples of each. `max_tokens`: None
+    for as many as the model's context has room for. `chunk_tokens`: maximum tokens of an event of a stream. `adapter`:
+    its name.
+    """
 
     prompts: Sequence[Mapping]
     n: int
@@ -71,7 +77,7 @@ class GatewayService:
         return self._clients[role]
 
     async def model(self, wanted: str | None = None) -> ServedModel:
-        """The served model, or an adapter of it. Raises UnknownModel if a request wants another one."""
+        """Returns the served model, or an adapter of it. Raises UnknownModel if a request names another one."""
         while self._model is None:
             if self._loading is None:
                 self._loading = asyncio.ensure_future(self._load())
@@ -91,7 +97,7 @@ class GatewayService:
         try:
             status = await self.client(Role.OBSERVER).status()
             self._model = await asyncio.to_thread(self._read, status.model, status.max_model_len)
-        finally:  # as it ends, not after: a caller that met an ended load would not wait, and ask for ever
+        finally:  # as it ends, not after: a caller that finds an ended load would not wait, and loop for ever
             self._loading = None
 
     def _read(self, folder: str, max_model_len: int) -> ServedModel:
@@ -100,12 +106,12 @@ class GatewayService:
         return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser)
 
     async def chat(self, request: ChatRequest) -> Chat:
-        """Raises ValueError, one line, if the request cannot be met."""
+        """Returns the chat of a request. Raises ValueError, one line, if the request cannot be met."""
         model = await self.model(request.model)
         return await asyncio.to_thread(Chat, request, model.prompts, self._conversations, model.tool_parser)
 
     async def generate(self, role: Role, wanted: Wanted, naming: Naming) -> list[list[SampleAnswer]]:
-        """The samples of each prompt. A call that is cancelled ends them."""
+        """Returns the samples of each prompt. Cancelling the call ends them."""
         settings, client = naming.session(), self.client(role)
         asked = await self._asked(wanted, naming)
         with self._renewed(settings.batch_id):
@@ -115,7 +121,9 @@ class GatewayService:
         return [answers[start : start + wanted.n] for start in range(0, len(answers), wanted.n)]
 
     async def stream(self, role: Role, wanted: Wanted, naming: Naming) -> AsyncIterator[tuple[int, SampleTokens]]:
-        """The samples' parts as they come, each with the number of its sample. Closing the iterator ends them."""
+        """Yields the samples' parts as they arrive, each with the number of its sample. Closing the iterator ends
+        them.
+        """
         settings, client = naming.session(), self.client(role)
         asked = await self._asked(wanted, naming)
         items: asyncio.Queue = asyncio.Queue()
@@ -189,11 +197,11 @@ class GatewayService:
         while self._open:
             await asyncio.sleep(RENEW_S)
             for session in list(self._open):
-                with contextlib.suppress(Exception):  # the service is away; the requests themselves say so
+                with contextlib.suppress(Exception):  # the service is unreachable; the requests themselves raise
                     self.client(Role.EVALUATOR).renew_session(session)
 
     async def update_weights(self, role: Role, folder: str, version: int | None) -> int:
-        """Load a folder under `version`, or under the next one. Returns it."""
+        """Loads a folder under `version`, or under the next one. Returns it."""
         client = self.client(role)
         if version is None:
             version = (await client.status()).weights_version + 1

@@ -1,6 +1,6 @@
-"""Streamed answers as events, in vLLM's forms: pieces of each choice in any order, then the usage.
+"""Streamed answers as events, in vLLM's formats: pieces of each choice in any order, then the usage.
 
-A choice's last event has its finish_reason, and the fields that whole answers have, too (see `answers`).
+A choice's last event has its finish_reason, and the additional fields of whole answers (see `answers`).
 """
 
 import time
@@ -22,7 +22,7 @@ from tailrace.policies.protocol.actions import SampleEnd
 
 
 class AnswerStream:
-    """The events of one request. `prefix`, `kind`: of its id and its object."""
+    """The events of one request. `prefix`, `kind`: prefix of its id, and kind of its object."""
 
     prefix = kind = ""
 
@@ -39,7 +39,7 @@ class AnswerStream:
         self._waiting: dict[int, SampleTokens] = {}  # the last token of each choice
 
     def events(self, number: int, part: SampleTokens) -> Iterator[dict]:
-        """The events of one part of a choice. Raises SampleFailed."""
+        """Yields the events of one part of a choice. Raises SampleFailed."""
         if part.answer is not None and part.answer.sample.finish_reason is SampleEnd.FAILED:
             raise SampleFailed(part.answer.sample.error)
         if part.prompt_token_ids is not None:
@@ -53,7 +53,9 @@ class AnswerStream:
             yield self._event({"index": number} | choice)
 
     def _due(self, number: int, part: SampleTokens) -> SampleTokens:
-        """The tokens that the next event has: those whose text is known, so all but the last until the answer ends."""
+        """Returns the tokens of the next event: those whose text is known, so all but the last until the answer
+        ends.
+        """
         known = self._waiting.get(number, part)
         if known is not part:
             columns = {name: (*getattr(known, name), *getattr(part, name)) for name in COLUMNS}
@@ -171,7 +173,7 @@ class ChatStream(PromptedStream):
 
 
 class TokensStream(PromptedStream):
-    """Events of `/inference/v1/generate`. As in vLLM's, the one with the finish_reason has tokens, too."""
+    """Events of `/inference/v1/generate`. As in vLLM, the event with the finish_reason has tokens, too."""
 
     prefix, kind = "gen", "generate"
     request: TokensRequest
@@ -196,7 +198,7 @@ class TokensStream(PromptedStream):
 
 
 def joined(deltas: Iterator[dict]) -> Iterator[dict]:
-    """Pieces of content that follow each other as one."""
+    """Joins consecutive pieces of content."""
     content = ""
     for delta in deltas:
         if delta.keys() == {"content"}:

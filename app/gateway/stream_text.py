@@ -1,4 +1,4 @@
-"""The text of an answer whose tokens come piece by piece.
+"""The text of an answer whose tokens arrive piece by piece.
 
 Invariant: the pieces joined are the answer's text; none has half of a character, and none goes beyond a stop text.
 """
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 HALF = "\ufffd"
-"""How a decoder shows the bytes of a character that is not whole yet."""
+"""A decoder's mark for the bytes of an incomplete character."""
 
 
 class StreamText:
     """`stops`: texts that may end the answer.
 
-    The last token may end the answer without being of its text, or complete a stop text. So it waits for the next one,
-    and with it as many characters as may be the begin of a stop text.
+    The last token may end the answer without being part of its text, or complete a stop text. It is therefore held back
+    until the next one, with all characters that may be the start of a stop text.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()):
@@ -28,7 +28,7 @@ class StreamText:
         self._given = 0  # characters
 
     def more(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that more tokens allow to give: that of all but the last."""
+        """Returns the text that more tokens make certain: that of all but the last."""
         token_ids = [*self._last, *token_ids]
         token_ids, self._last = token_ids[:-1], token_ids[-1:]
         self._tokens += token_ids

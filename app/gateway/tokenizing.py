@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's forms: texts and chats to token ids, as generation makes them."""
+"""`/tokenize` and `/detokenize`, in vLLM's formats: texts and chats to token ids, as generation makes them."""
 
 from typing import Annotated, Any
 

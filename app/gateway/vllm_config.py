@@ -5,7 +5,9 @@ from tailrace.deployments.messages.status import ServiceStatus
 
 
 def vllm_config(model: ServedModel, status: ServiceStatus) -> dict:
-    """`dtype`, `weight_transfer_config` and `lora_config` are those of the first replica; null while there is none."""
+    """Returns the part. `dtype`, `weight_transfer_config` and `lora_config` are those of the first replica; null while
+    there is none.
+    """
     engine = next(iter(status.replicas), None)
     transfer = engine.weight_transfer if engine else ""
     return {

@@ -1,7 +1,7 @@
-"""Bodies of the gateway's routes: from a group of samples to a request, and from an answer to results.
+"""Bodies of the gateway's routes: converts a group of samples to a request, and an answer to results.
 
-Invariant: floats travel as the shortest decimals that give them back, so logprobs are exact. An answer over HTTP has
-no `raw_logprobs`, timings, replicas or counts of drafts; those fields keep their defaults.
+Invariant: floats are sent as the shortest decimals that restore them, so logprobs are exact. An answer over HTTP has no
+`raw_logprobs`, timings, replicas or counts of drafts; those fields keep their defaults.
 """
 
 from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, SampleResult, Segment
@@ -9,12 +9,12 @@ from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.protocol.actions import SampleEnd
 
 MAX_SAMPLES_OF_REQUEST = 1_024
-"""The routes' bound of `n`."""
+"""Maximum `n` of the routes."""
 
 ENDS = {"stop": SampleEnd.STOP, "length": SampleEnd.LENGTH, "abort": SampleEnd.CANCELLED}
 
 NOT_CARRIED = ("priority", "share", "traceparent", "keep_trace")
-"""Settings of a batch or session that no route takes."""
+"""Settings of a batch or session that no route accepts."""
 
 
 def check_carried(settings: BatchSettings) -> None:
@@ -25,8 +25,9 @@ def check_carried(settings: BatchSettings) -> None:
 
 
 def named(settings: BatchSettings, group: str, index: int, turn: int = 0, hold_s: int = 0) -> dict[str, bytes]:
-    """Headers that name the first sample of a request, and its turn. Raises ValueError for a group that no header can
-    carry."""
+    """Returns headers that name the first sample of a request, and its turn. Raises ValueError for a group that no
+    header can carry.
+    """
     if group != group.strip() or not group.isprintable():
         raise ValueError(f"group {group!r}: over HTTP a name has printable characters, and no space at its ends")
     values = {"seed": settings.seed, "step": settings.step, "group": group, "index": index}
@@ -35,7 +36,7 @@ def named(settings: BatchSettings, group: str, index: int, turn: int = 0, hold_s
 
 
 def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
-    """Route and body for `samples` samples of a group's prompt."""
+    """Returns route and body for `samples` samples of a group's prompt."""
     if group.forced_token_ids is not None:
         raise ValueError("forced_token_ids: HTTP does not carry it; connect by Ray to replay recorded answers")
     if group.features is not None:
@@ -55,7 +56,7 @@ def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
 
 
 def answers_of(body: dict, settings: BatchSettings, group: str) -> list[SampleAnswer]:
-    """The samples of an answer. Raises ValueError if another server than a gateway of Tailrace has made it."""
+    """Returns the samples of an answer. Raises ValueError if it was not made by a gateway of Tailrace."""
     try:
         return [_answer(choice, settings, group) for choice in body["choices"]]
     except (KeyError, TypeError) as error:
@@ -63,7 +64,7 @@ def answers_of(body: dict, settings: BatchSettings, group: str) -> list[SampleAn
 
 
 def failed_answer(settings: BatchSettings, group: PromptGroup, index: int, error: str) -> SampleAnswer:
-    """The answer for a sample that the service has given up."""
+    """Returns the answer for a sample that the service has given up."""
     sample = SampleResult(
         sample_index=index,
         token_ids=(),

@@ -31,7 +31,9 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
 
 
 class ServerInfo(BaseModel):
-    """The service as the gateway sees it. `model`: its folder there; `max_model_len`: tokens of prompt and answer."""
+    """The service as the gateway reports it. `model`: its folder there; `max_model_len`: tokens of prompt and
+    answer.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
     tailrace: str
@@ -51,7 +53,7 @@ class WeightInfo(BaseModel):
 
 
 class GatewayHeartbeat:
-    """Nothing to renew: the gateway keeps a session while one of its requests is open."""
+    """Does nothing: the gateway keeps a session while one of its requests is open."""
 
     def __init__(self, beat: Callable[[], object]):
         pass
@@ -61,11 +63,12 @@ class GatewayHeartbeat:
 
 
 class Client(SessionCalls, HttpAdapterCalls):
-    """`url`: of the gateway. `token`: one of its `tokens_file`, whose role decides which calls are allowed.
+    """`url`: the gateway's address. `token`: one of its `tokens_file`, whose role decides which calls are allowed.
 
-    `resume_s`: seconds for which a call waits for a service that is away or full. `max_open`: requests at once; a group
-    of a batch is one. `transport`: httpx's, for other ways than sockets. Use it from any thread; `close()` it, or not.
-    A forked process may use it too, and it may be pickled, with its token; each process makes connections of its own.
+    `resume_s`: seconds for which a call waits for a service that is unreachable or full. `max_open`: maximum number of
+    open requests; a group of a batch is one. `transport`: httpx's, for other ways than sockets. May be used from any
+    thread; `close()` is optional. A forked process may use it too, and it may be pickled, with its token; each process
+    makes its own connections.
     """
 
     def __init__(
@@ -86,23 +89,23 @@ class Client(SessionCalls, HttpAdapterCalls):
         self._adapters: dict[str, Adapter] = {}
 
     def close(self) -> None:
-        """Close all connections, and with them the samples that are asked for."""
+        """Closes all connections, and with them the samples that are requested."""
         self._connections.close()
 
     # ---- samples -----------------------------------------------------------------------------------
 
     def open(self, batch_id: str | None = None, **settings) -> RolloutSession:
-        """Open a session; see `RolloutClient.open`. Raises ValueError for settings that HTTP does not carry.
+        """Opens a session; see `RolloutClient.open`. Raises ValueError for settings that HTTP does not carry.
 
-        Its samples end by themselves or as their calls are cancelled: `RolloutSession.cancel` and `deadline_s` have no
-        route. Sessions of equal seed and step share their samples.
+        Its samples end by themselves or when their calls are cancelled: `RolloutSession.cancel` and `deadline_s` have
+        no route. Sessions of equal seed and step share their samples.
         """
         session = super().open(batch_id, **settings)
         bodies.check_carried(session.settings)
         return session
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
-        """Roll out a batch. Yields each group as it finishes, in any order. Closing the iterator ends its samples."""
+        """Rolls out a batch. Yields each group as it finishes, in any order. Closing the iterator ends its samples."""
         calls = [asyncio.ensure_future(self._group(batch, group)) for group in batch.groups]
         try:
             for call in asyncio.as_completed(calls):
@@ -153,7 +156,7 @@ class Client(SessionCalls, HttpAdapterCalls):
     async def _answers(
         self, settings: BatchSettings, group: PromptGroup, index: int, count: int, turn: int = 0, hold_s: int = 0
     ) -> list[SampleAnswer]:
-        """Samples `index` and after of a group, `count` of them, in one request."""
+        """Requests `count` samples of a group from `index` on, in one request."""
         bodies.check_carried(settings)
         if settings.weights_version is not None:
             await self._expect(settings.weights_version)
@@ -177,7 +180,7 @@ class Client(SessionCalls, HttpAdapterCalls):
     # ---- weights -----------------------------------------------------------------------------------
 
     async def _expect(self, version: int) -> None:
-        """Raises RolloutRejected if other weights are served, and this client cannot bring them."""
+        """Raises RolloutRejected if other weights are served, and this client cannot load them."""
         served = (await self.weight_info()).version
         if served == version:
             return
@@ -199,8 +202,9 @@ class Client(SessionCalls, HttpAdapterCalls):
         raise Interrupted(refused)
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded:
-        """Load the safetensors folder `source` on every replica; see `RolloutClient.update_weights`. Its path is the
-        service's, and absolute. Raises WeightsRejected, with the reason."""
+        """Loads the safetensors folder `source` on every replica; see `RolloutClient.update_weights`. Its path is the
+        service's, and absolute. Raises WeightsRejected, with the reason.
+        """
         try:
             await self._ask("POST", "/update_weights", {"weight_dir": str(source), "version": version})
         except (RolloutRejected, GivenUp) as error:
@@ -211,7 +215,7 @@ class Client(SessionCalls, HttpAdapterCalls):
     update_weights_blocking = blocking(update_weights)
 
     async def weight_info(self) -> WeightInfo:
-        """Version and digest of the weights that are served."""
+        """Returns version and digest of the weights that are served."""
         found = await self._ask("GET", "/weight_info")
         return WeightInfo(version=int(found["weight_version"]), digest=found["weights_digest"])
 
@@ -220,20 +224,20 @@ class Client(SessionCalls, HttpAdapterCalls):
     # ---- the service -------------------------------------------------------------------------------
 
     async def server_info(self) -> ServerInfo:
-        """Model, weights version and replicas. The gateway has no route for all of `RolloutClient.status`."""
+        """Returns model, weights version and replicas. The gateway has no route for all of `RolloutClient.status`."""
         return ServerInfo.model_validate(await self._ask("GET", "/server_info"))
 
     server_info_blocking = blocking(server_info)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text, by the served model's tokenizer."""
+        """Returns token ids of a text, by the served model's tokenizer."""
         body = {"prompt": text, "add_special_tokens": add_special_tokens}
         return tuple((await self._ask("POST", "/tokenize", body))["tokens"])
 
     tokenize_blocking = blocking(tokenize)
 
     async def detokenize(self, token_ids: list[int] | tuple[int, ...]) -> str:
-        """Text of token ids."""
+        """Returns the text of token ids."""
         return (await self._ask("POST", "/detokenize", {"tokens": list(token_ids)}))["prompt"]
 
     detokenize_blocking = blocking(detokenize)
@@ -241,16 +245,16 @@ class Client(SessionCalls, HttpAdapterCalls):
     # ---- for `RolloutSession` ----------------------------------------------------------------------
 
     async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
-        """No route carries it. Raises NotImplementedError."""
+        """Raises NotImplementedError: no route carries it."""
         raise NotImplementedError("cancel: HTTP does not carry it; cancel the calls, or close the session")
 
     cancel_samples_blocking = blocking(cancel_samples)
 
     def renew_session(self, session: str) -> None:
-        """Nothing to renew, see `GatewayHeartbeat`."""
+        """Does nothing, see `GatewayHeartbeat`."""
 
     async def close_session(self, session: str) -> bool:
-        """Nothing to close: the service closes a session a minute after its last request. Returns True."""
+        """Returns True; nothing is closed: the service closes a session a minute after its last request."""
         return True
 
     close_session_blocking = blocking(close_session)
@@ -261,7 +265,7 @@ class Client(SessionCalls, HttpAdapterCalls):
         return await self._patiently(self._once, method, path, body, {})
 
     async def _patiently(self, call: Callable, *arguments):
-        """The result of a call, which is made again while the service is away or full."""
+        """Returns the result of a call, which is repeated while the service is unreachable or full."""
         patience = Patience(self._resume_s)
         while True:
             try:

@@ -1,8 +1,7 @@
 """Connections to one gateway, shared by calls from any thread and any event loop.
 
-They belong to an event loop on a thread of its own, so a caller may use an event loop for each call, or block one.
-A process that was forked, or that got them by a pickle, makes its
-own. Called by `app.http.client`.
+They run on an event loop of a separate thread, so a caller may use an event loop for each call, or block one. A process
+that was forked, or that got them by a pickle, makes its own. Called by `app.http.client`.
 """
 
 import asyncio
@@ -15,18 +14,18 @@ import weakref
 import httpx
 
 CONNECT_S = 10.0
-"""Longest wait for a connection. An answer may take as long as a sample."""
+"""Maximum seconds to wait for a connection. An answer may take as long as a sample."""
 
 KEPT_IDLE = 64
-"""Connections that wait for the next request. Each costs the gateway a file descriptor."""
+"""Maximum number of connections that wait for the next request. Each costs the gateway a file descriptor."""
 
 SILENT_S, PROBES = 30, 4
-"""Seconds of silence after which a peer is probed, and probes, as far apart, after which it is given up."""
+"""Seconds of silence after which a peer is probed, and number of probes, as far apart, after which it is given up."""
 
 
 class Connections:
-    """`url`: of the gateway. `token`: for its door, or None. `max_open`: requests at once; others wait here.
-    `transport`: httpx's, in place of sockets. `close()` ends all of them; so does the garbage collector.
+    """`url`: the gateway's address. `token`: bearer token, or None. `max_open`: maximum number of open requests; others
+    wait here. `transport`: httpx's, in place of sockets. `close()` ends all of them; so does the garbage collector.
     """
 
     def __init__(self, url: str, token: str | None, max_open: int, transport: httpx.AsyncBaseTransport | None = None):
@@ -39,14 +38,14 @@ class Connections:
         return type(self), self._given
 
     def close(self) -> None:
-        """End all connections, and the requests on them."""
+        """Ends all connections, and the requests on them."""
         with self._lock:
             self._is_closed = True
             if self._made is not None:
                 self._made.end()
 
     def after_fork(self) -> None:
-        """Forget the parent's, whose thread is not here; its sockets are left to it as they are."""
+        """Drops the parent's connections, whose thread does not exist here; its sockets stay as they are."""
         if self._made is not None:
             self._made.end.detach()
             OF_PARENTS.append(self._made)
@@ -62,17 +61,17 @@ class Connections:
             return self._made
 
     async def ask(self, method: str, path: str, body: dict | None, headers: dict) -> httpx.Response:
-        """The answer, of any status. Raises httpx.TransportError. A call that is cancelled closes its connection."""
+        """Returns the answer, of any status. Raises httpx.TransportError. Cancelling the call closes its connection."""
         made = self._running()
         asked = made.pool.ask(method, path, body, headers)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, made.loop))
 
 
 LIVING: "weakref.WeakSet[Connections]" = weakref.WeakSet()
-"""Of this process."""
+"""Connections of this process."""
 
 OF_PARENTS: list["Running"] = []
-"""Of a process that this one was forked from: never collected, since that would close shared sockets."""
+"""Connections of the process that this one was forked from: never collected, since that would close shared sockets."""
 
 
 def _forget_parents() -> None:
@@ -97,8 +96,8 @@ class Running:
 
 
 class Pool:
-    """The connections themselves, each a client of httpx: its own pool takes time in proportion to all connections and
-    all that wait for one, at each request (httpcore 1.0: 22 ms with 64 connections and 1,500 requests).
+    """The connections themselves, each a client of httpx: httpx's own pool takes time in proportion to all connections
+    and waiting requests, at each request (httpcore 1.0: 22 ms with 64 connections and 1,500 requests).
     """
 
     def __init__(self, url: str, token: str | None, max_open: int, transport: httpx.AsyncBaseTransport | None):
@@ -131,8 +130,9 @@ class Pool:
 
 
 def _probed() -> list[tuple[int, int, int]]:
-    """Socket options by which the kernel finds that a peer has gone without a word. Names as far as this system has
-    them."""
+    """Returns socket options by which the kernel detects a peer that has gone silently. Names as far as this system has
+    them.
+    """
     options = {"TCP_KEEPIDLE": SILENT_S, "TCP_KEEPINTVL": SILENT_S, "TCP_KEEPCNT": PROBES}
     known = [(getattr(socket, name, None), value) for name, value in options.items()]
     found = [(socket.IPPROTO_TCP, option, value) for option, value in known if option is not None]

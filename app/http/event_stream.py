@@ -14,9 +14,9 @@ HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class EventStream(Response):
-    """`events`: an async generator of JSON values, or of their texts. `error_event`: the event of an exception.
+    """`events`: an async generator of JSON values, or of their texts. `error_event`: makes the event of an exception.
 
-    An event is asked for once the one before it has been taken, so a client that reads slowly has none waiting here.
+    The next event is requested once the one before it has been sent, so none queue up for a slow client.
     """
 
     def __init__(self, events: AsyncIterator[dict | str], error_event: Callable[[Exception], dict]):
@@ -44,7 +44,7 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await body(event if isinstance(event, str) else json.dumps(event))
-            except Exception as error:  # noqa: BLE001 - the status is sent already: the client gets any error as an event
+            except Exception as error:  # noqa: BLE001 - the status is sent: any error becomes an event
                 await body(json.dumps(self._error_event(error)))
         await body("[DONE]", more=False)
 

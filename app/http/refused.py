@@ -1,6 +1,6 @@
 """Answers of a gateway other than 200, as the errors that `RolloutClient` raises.
 
-Invariant: a call is made again where that may help (429, 503, a lost connection, a proxy's own page), and then alone.
+Invariant: a call is repeated only if that may help (429, 503, a lost connection, a proxy's own page).
 """
 
 import httpx
@@ -9,30 +9,30 @@ from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, TooLargeF
 from tailrace.app.calls.resume import Interrupted
 
 MAX_RETRY_AFTER_S = 60.0
-"""Longest pause that an answer may ask for."""
+"""Maximum pause, in seconds, that an answer may request."""
 
 NO_GATEWAY_S = 60.0
-"""Seconds for which an answer in another form than a gateway's is borne: Serve may be starting one."""
+"""Seconds for which answers in another format than a gateway's are tolerated: Serve may be starting one."""
 
 LOST = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ProxyError)
-"""Errors of a connection. Other errors of httpx are of the request, and come again."""
+"""Errors of a connection. Other errors of httpx concern the request, and would recur."""
 
 
 class BeyondContext(RolloutRejected):
-    """The bound of an answer is greater than the model's context, which a batch by Ray may ask for: it is cut."""
+    """The maximum length of an answer is greater than the model's context. Over Ray it would be cut."""
 
 
 class GivenUp(RuntimeError):
-    """The service has given up a sample of the request. The text says why."""
+    """The service has given up a sample of the request. The text gives the reason."""
 
 
 def lost(url: str, error: httpx.TransportError) -> Interrupted:
-    """Of a connection that broke, or that could not be made."""
+    """Returns the error of a connection that broke, or that could not be made."""
     return Interrupted(ConnectionError(f"{url}: {error or type(error).__name__}"))
 
 
 def error_of(answer: httpx.Response) -> Exception:
-    """The error to raise for an answer."""
+    """Returns the error to raise for an answer."""
     status, reason = answer.status_code, _reason(answer)
     if reason is None:
         text = f"{answer.url}: {status} {answer.reason_phrase}, which is not a gateway's answer"
@@ -50,7 +50,7 @@ def error_of(answer: httpx.Response) -> Exception:
 
 
 def _reason(answer: httpx.Response) -> str | None:
-    """The message of a gateway's error, or None if another server has made it."""
+    """Returns the message of a gateway's error, or None if another server has made it."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -58,6 +58,6 @@ def _reason(answer: httpx.Response) -> str | None:
 
 
 def _pause_s(answer: httpx.Response) -> float:
-    """Seconds, by the header Retry-After; 0 where it has none, or a date."""
+    """Returns the seconds in the header Retry-After; 0 if it has none, or a date."""
     text = answer.headers.get("retry-after", "")
     return min(float(text), MAX_RETRY_AFTER_S) if text.isdecimal() else 0.0

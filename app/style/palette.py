@@ -1,12 +1,12 @@
-"""The colours of all pages and pictures. Each role has one colour, with another for a dark screen where needed.
+"""The colours of all pages and pictures. Each role has one colour, with another for a dark screen if needed.
 
 Invariant: the activity of a span and the same activity of a whole replica have the same colour. Systems and series are
-coloured by place: neutral grey first, then colours that colour-blind readers tell apart (Okabe and Ito). Pages read
+coloured by place: neutral grey first, then colours that colour-blind readers distinguish (Okabe and Ito). Pages read
 `style()`, pictures the values.
 """
 
 SERIES = ("#767c84", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Systems and curves, by place. The eighth repeats the first, with a dashed line."""
+"""Colours of systems and curves, by place. The eighth repeats the first, with a dashed line."""
 
 SERIES_DARK = ("#9aa1a9", "#4ba3e3", "#f0813d", "#2cc196", *SERIES[4:])
 
@@ -22,7 +22,7 @@ ACTIVITIES = {
     "idle": "#d9dde2",
     "other": "#888888",
 }
-"""Of a span or a replica."""
+"""Colours of activities of a span or a replica."""
 
 ACTIVITIES_DARK = ACTIVITIES | {"generate": "#4ba3e3", "draft": "#2cc196", "closing": "#e05cae", "idle": "#3a4047"}
 
@@ -45,7 +45,7 @@ DARK = {"paper": "#15181c", "ink": "#e8eaed", "soft": "#a3abb5", "rule": "#33393
 
 
 def style() -> str:
-    """The colours as variables of a style sheet. Printed pages and light screens take the light ones."""
+    """Returns the colours as variables of a style sheet. Printed pages and light screens use the light ones."""
     light = _variables(LIGHT, SERIES, ACTIVITIES)
     dark = _variables(DARK, SERIES_DARK, ACTIVITIES_DARK)
     screen = "@media screen and (prefers-color-scheme: dark)"

@@ -88,7 +88,7 @@ class TrainConfig(StrictModel):
 
 
 def read_train_config(path: Path) -> TrainConfig:
-    """Raises BadInput, one line, that names the file and the key."""
+    """Reads the configuration. Raises BadInput, one line, that names the file and the key."""
     try:
         return TrainConfig.model_validate(read_yaml(path))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Accuracy on held-out questions, under the weights that the service has."""
+"""Accuracy on held-out questions, under the service's present weights."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ HELD_OUT_STEPS = 1 << 41
 
 
 class HeldOut:
-    """`prompts`: token ids of the questions. `samples`: answers to each, drawn by `sampling`; a greedy
-    one comes too."""
+    """`prompts`: token ids of the questions. `samples`: number of answers to each, drawn by `sampling`, besides a
+    greedy one.
+    """
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class HeldOut:
         self._samples, self._max_tokens, self._sampling = samples, max_tokens, sampling
 
     def accuracy(self, step: int) -> Accuracy:
-        """Rewards that failed count as 0."""
+        """Returns the accuracy. Failed rewards count as 0."""
         return Accuracy(
             step=step,
             questions=len(self._questions),

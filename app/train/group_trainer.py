@@ -28,10 +28,10 @@ OF_ANSWERS = (
     "completion_ids", "completion_mask", "sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps",
     "tool_mask",
 )  # fmt: skip
-"""Inputs of the loss with a column for each token of an answer; the others but OF_ALL have a row for each sample."""
+"""Inputs of the loss with a column for each token of an answer; all others except OF_ALL have a row for each sample."""
 
 OF_ALL = ("num_items_in_batch",)
-"""Inputs of the loss that are of the whole step."""
+"""Inputs of the loss for the whole step."""
 
 
 class GroupTrainer(GRPOTrainer):
@@ -47,10 +47,11 @@ class GroupTrainer(GRPOTrainer):
         settings: TrainerConfig,
         before_group: Callable[[bool], None],
     ) -> None:
-        """`rows_of`: a step's inputs for reward functions, by place. `order_of`: of its gradients.
+        """Sets the source of samples. `rows_of`: returns a step's inputs for reward functions, by place. `order_of`:
+        returns the order of its gradients.
 
-        `before_group`: called before each, with whether it is the step's last. Raises BadInput if TRL's settings have
-        terms of the loss that cannot be computed group by group.
+        `before_group`: called before each group, with whether it is the step's last. Raises BadInput if TRL's settings
+        have terms of the loss that cannot be computed group by group.
         """
         if (self._entropy_bonus_enabled or self.aux_loss_enabled) and self.loss_type in LOSSES_OVER_ALL_TOKENS:
             raise BadInput(
@@ -68,7 +69,7 @@ class GroupTrainer(GRPOTrainer):
         self._divisor = 2.0 ** math.ceil(math.log2(tokens))  # a power of two: dividing by it rounds nothing
 
     def close(self) -> None:
-        """End the threads of gradients."""
+        """Ends the threads of gradients."""
         if self._workers is not None:
             self._workers.close()
 
@@ -77,9 +78,9 @@ class GroupTrainer(GRPOTrainer):
         return generation_batch
 
     def training_step(self, model, inputs, num_items_in_batch):
-        """Begin one group's gradient. Returns the whole step's loss with the last group, and 0 before.
+        """Starts one group's gradient. Returns the whole step's loss with the last group, and 0 before.
 
-        TRL's own `inputs` are not used: which questions a step has is fixed by `rows_of`.
+        TRL's own `inputs` are not used: `rows_of` decides which questions a step has.
         """
         if self._workers is None:
             self._workers = self._workers_on(model)
@@ -118,7 +119,7 @@ class GroupTrainer(GRPOTrainer):
         return place
 
     def _inputs_of(self, place: int) -> dict:
-        """The inputs of the loss for a group."""
+        """Returns the inputs of the loss for a group."""
         self.vllm_generation.group = self._running_step.group(place)
         row = self._rows_of(self.state.global_step)[place]
         inputs = self._generate_and_score_completions([dict(row) for _ in range(self.num_generations)])
@@ -129,7 +130,7 @@ class GroupTrainer(GRPOTrainer):
         return inputs
 
     def _collect(self, may_run: int) -> None:
-        """Add gradients to their sums until at most `may_run` passes are left. Raises a pass's error."""
+        """Adds gradients to their sums until at most `may_run` passes are left. Raises a pass's error."""
         while len(self._running) > may_run:
             for future in wait(self._running, return_when=FIRST_COMPLETED).done:
                 place, number = self._running.pop(future)
@@ -156,7 +157,7 @@ class GroupTrainer(GRPOTrainer):
         return GradientWorkers(model, workers, settings.threads, settings.shares_cores, self._gradient_of)
 
     def _gradient_of(self, model, inputs: dict) -> Gradient:
-        """One backward pass, on a thread of the workers."""
+        """Runs one backward pass, on a thread of the workers."""
         if self._has_no_gradient(inputs):
             with torch.no_grad():  # for the metrics
                 loss = self.compute_loss(model, inputs)
@@ -168,12 +169,14 @@ class GroupTrainer(GRPOTrainer):
         return Gradient(tensors, loss.detach(), self._of_pass.mismatch)
 
     def _has_no_gradient(self, inputs: dict) -> bool:
-        """Whether every term of the loss is multiplied by an advantage of 0: all answers had the same reward."""
+        """Returns whether every term of the loss is multiplied by an advantage of 0: all answers had the same
+        reward.
+        """
         has_other_terms = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled
         return not has_other_terms and not inputs["advantages"].any()
 
     def _compute_loss(self, model, inputs):
-        rollout_logprobs = inputs.pop("sampling_per_token_logps")  # on no account part of an on-policy loss
+        rollout_logprobs = inputs.pop("sampling_per_token_logps")  # must never be part of an on-policy loss
         loss = super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         self._of_pass.mismatch = LogprobMismatch()
@@ -187,12 +190,12 @@ class GroupTrainer(GRPOTrainer):
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that have gradients."""
+    """Returns the parameters that have gradients."""
     return [each for each in model.parameters() if each.requires_grad]
 
 
 def take_gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The gradients of a model, which has none afterwards."""
+    """Removes and returns the gradients of a model."""
     taken = [each.grad for each in trained(model)]
     for each in trained(model):
         each.grad = None
@@ -200,9 +203,9 @@ def take_gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
 
 
 def parts(inputs: dict, samples_per_pass: int | None) -> list[dict]:
-    """The inputs of a group cut by samples, the longest first, each part without columns that are all padding.
+    """Returns the inputs of a group cut by samples, the longest first, each part without columns that are all padding.
 
-    Exact for LOSSES_OVER_ALL_TOKENS alone, whose terms are sums over tokens.
+    Exact only for LOSSES_OVER_ALL_TOKENS, whose terms are sums over tokens.
     """
     if samples_per_pass is None:
         return [inputs]
@@ -216,12 +219,12 @@ def parts(inputs: dict, samples_per_pass: int | None) -> list[dict]:
 
 
 class HandedOver:
-    """Upstream symbol: `VLLMGeneration`. Answers with the samples of `group`, which have been made."""
+    """Upstream symbol: `VLLMGeneration`. Returns the samples of `group`, which have been made."""
 
     group: GroupResult
 
     def sync_weights(self) -> None:
-        """The feed has sent them."""
+        """Does nothing: the feed has sent the weights."""
 
     def generate(self, prompts: list[list[int]], images, num_generations: int, profiler=None):
         """Returns (prompt_ids, completion_ids, logprobs, None); logprobs[sample][token] is a list of one float."""

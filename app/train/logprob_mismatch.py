@@ -1,7 +1,7 @@
-"""How far the trainer's logprobs are from the rollout's, over the tokens of a step.
+"""Distance of the trainer's logprobs from the rollout's, over the tokens of a step.
 
-With weights that made the samples it is the floating-point noise of two implementations; with older ones it shows how
-far the policy has moved.
+With the weights that made the samples it is the floating-point noise of two implementations; with older ones it shows
+how far the policy has moved.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ import torch
 
 @dataclass
 class LogprobMismatch:
-    """Sums over tokens. `kl_sum`: of exp(d) - d - 1 with d = trainer - rollout, an estimate of KL(rollout, trainer)
-    whose terms are not negative (Schulman's k3). `greatest`: largest |d|."""
+    """Sums over tokens. `kl_sum`: sum of exp(d) - d - 1 with d = trainer - rollout, an estimate of KL(rollout, trainer)
+    whose terms are not negative (Schulman's k3). `greatest`: largest |d|.
+    """
 
     tokens: int = 0
     kl_sum: float = 0.0
     greatest: float = 0.0
 
     def note(self, trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> None:
-        """All of shape (samples, tokens); natural logarithms."""
+        """Adds tokens; all arguments have shape (samples, tokens); natural logarithms."""
         difference = (trainer - rollout)[mask.bool()].double()
         if difference.numel():
             self.tokens += difference.numel()
@@ -27,12 +28,12 @@ class LogprobMismatch:
             self.greatest = max(self.greatest, float(difference.abs().max()))
 
     def add(self, other: "LogprobMismatch") -> None:
-        """Add the tokens of another."""
+        """Adds the tokens of another object."""
         self.tokens += other.tokens
         self.kl_sum += other.kl_sum
         self.greatest = max(self.greatest, other.greatest)
 
     @property
     def kl(self) -> float:
-        """Mean over the tokens, nats."""
+        """Mean over the tokens, in nats."""
         return self.kl_sum / self.tokens if self.tokens else 0.0

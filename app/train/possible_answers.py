@@ -1,7 +1,7 @@
-"""Whether a completion can have an answer at all, by the pattern of a task: rewards that cannot be other than 0 teach
+"""Checks whether a completion can have an answer at all, by the pattern of a task: rewards that are always 0 teach
 nothing, and are refused before a service starts.
 
-An answer is possible unless the pattern surely never gives it. Patterns that look around themselves are not judged.
+An answer is possible unless the pattern certainly never gives it. Patterns with lookaround are not judged.
 """
 
 import re
@@ -12,7 +12,7 @@ from tailrace.app.errors import BadInput
 from tailrace.app.train.task import Question, Task, TaskConfig
 
 LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!]|P=|\()|\\[1-9bB]")
-"""Looks ahead and back, references to groups, conditions, and edges of words."""
+"""Lookahead and lookbehind, references to groups, conditions, and word boundaries."""
 
 
 def check_rewards(config: TaskConfig, task: Task) -> str | None:

@@ -1,6 +1,6 @@
-"""Which questions a step has: a shuffle for each epoch, a function of the seed alone.
+"""The questions of each step: a shuffle for each epoch, a function of the seed alone.
 
-Invariant: a question comes once an epoch, and a step's questions do not depend on the steps before it.
+Invariant: a question occurs once an epoch, and a step's questions do not depend on the steps before it.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from tailrace.app.train.task import Question
 
 
 class QuestionOrder:
-    """`groups`: questions of a step. Steps count from 0."""
+    """`groups`: number of questions of a step. Steps count from 0."""
 
     def __init__(self, questions: Sequence[Question], groups: int, seed: int):
         self._questions, self._groups, self._seed = questions, groups, seed
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def of(self, step: int) -> tuple[Question, ...]:
-        """The questions of a step, by place."""
+        """Returns the questions of a step, by place."""
         count = len(self._questions)
         numbers = range(step * self._groups, (step + 1) * self._groups)
         return tuple(self._epoch(number // count)[number % count] for number in numbers)

@@ -11,11 +11,11 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.messages.status import ReplicaStatus
 
 LOOK_S = 1.0
-"""Between two looks: a replica that is given back stays away for longer."""
+"""Seconds between two readings: a replica that is given back stays away for longer."""
 
 
 class ReplicaSeconds:
-    """Between two calls of `take`."""
+    """Seconds between two calls of `take`."""
 
     def __init__(self, client: RolloutClient):
         self._client = client
@@ -32,14 +32,14 @@ class ReplicaSeconds:
 
     @property
     def given_back(self) -> int:
-        """Replicas that are not up now, of those that were ever up together."""
+        """Number of replicas that are not up now, of the maximum that were up together."""
         with self._lock:
             return self.most - self._up
 
     def take(self) -> tuple[float, float, float]:
         """Returns seconds of replicas (up, idle, given back) since the last call.
 
-        Given back: of the replicas that were ever up together, those that are not.
+        Given back: replicas that are not up, of the maximum that were up together.
         """
         self._look()
         with self._lock:
@@ -70,5 +70,5 @@ class ReplicaSeconds:
 
 
 def busy_s(replica: ReplicaStatus) -> float:
-    """Seconds in engine steps since the replica started."""
+    """Returns the seconds in engine steps since the replica started."""
     return replica.work.get("step_us", 0) / 1e6

@@ -1,7 +1,7 @@
-"""Rewards of samples, computed in processes of their own with a time limit each.
+"""Rewards of samples, computed in separate processes with a time limit each.
 
-Invariant: a reward that raises, hangs, kills its process or is no number is a value of its own and is counted; the
-others are not touched by it. Pool by `pebble`, whose processes are ended when their time is over.
+Invariant: a reward that raises, hangs, kills its process or is no number has its own outcome and is counted; it does
+not affect the others. Pool by `pebble`, whose processes are ended when their time is over.
 """
 
 import math
@@ -22,7 +22,9 @@ from tailrace.deployments.messages.errors import one_line
 
 @dataclass(frozen=True)
 class Reward:
-    """`outcome`: ok, failed or timed_out; `value` is None unless it is ok. `seconds`: with the wait for a process."""
+    """`outcome`: ok, failed or timed_out; `value` is None unless it is ok. `seconds`: includes the wait for a
+    process.
+    """
 
     value: float | None
     outcome: str
@@ -31,7 +33,9 @@ class Reward:
 
 
 class RewardPool:
-    """`timeout_s`: for one reward, from its start. Raises BadInput if the reward function cannot be imported."""
+    """`timeout_s`: seconds for one reward, from its start. Raises BadInput if the reward function cannot be
+    imported.
+    """
 
     def __init__(self, task: TaskConfig, workers: int, timeout_s: float):
         from pebble import ProcessPool
@@ -43,7 +47,7 @@ class RewardPool:
         self.counts: Counter[str] = Counter()
 
     def submit(self, question: Question, completion: str) -> "Future[Reward]":
-        """The reward of a completion, soon. The future itself never raises."""
+        """Returns the future reward of a completion. The future itself never raises."""
         reward: Future[Reward] = Future()
         started = time.monotonic()
         computed = self._pool.schedule(score, args=(self._task, question, completion), timeout=self._timeout_s)
@@ -57,7 +61,7 @@ class RewardPool:
         return reward
 
     def close(self) -> None:
-        """End the processes, also those that still compute."""
+        """Ends the processes, also those that still compute."""
         self._pool.stop()
         self._pool.join()
 
@@ -75,7 +79,7 @@ def _outcome(computed: Future, timeout_s: float, seconds: float) -> Reward:
 
 
 def reward_function(path: str):
-    """The function that `package.module:function` names. Raises BadInput."""
+    """Returns the function that `package.module:function` names. Raises BadInput."""
     module, _, name = path.partition(":")
     try:
         found = getattr(import_module(module), name) if name else None
@@ -87,7 +91,7 @@ def reward_function(path: str):
 
 
 def score(task: TaskConfig, question: Question, completion: str) -> object:
-    """The reward of one completion. Runs in a process of the pool."""
+    """Returns the reward of one completion. Runs in a process of the pool."""
     if task.reward != "task":
         return reward_function(task.reward)(question.prompt, completion, question.answer)
     answer = answer_in(completion, task.answer_pattern)
@@ -97,7 +101,7 @@ def score(task: TaskConfig, question: Question, completion: str) -> object:
 
 
 def answer_in(completion: str, pattern: str | None) -> str | None:
-    """The answer in a completion: the pattern's last match, or the whole text; None where nothing matches."""
+    """Returns the answer in a completion: the pattern's last match, or the whole text; None if nothing matches."""
     if pattern is None:
         return completion.strip()
     found = list(re.finditer(pattern, completion))
@@ -106,7 +110,7 @@ def answer_in(completion: str, pattern: str | None) -> str | None:
 
 @cache
 def _scorer(name: str):
-    """A data set of one item: it scores answers to the items of any other."""
+    """Returns a data set of one item: it scores answers to the items of any other."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, size=1, seed=0)

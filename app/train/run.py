@@ -1,8 +1,8 @@
 """A run of the learner: TRL's GRPO trainer over samples of the service, step by step, into a folder.
 
-A run that is stopped continues from its last checkpoint. Groups that had ended since are taken from the folder, and
-tokens are functions of keys, so the weights come out the same; in the mode `bounded`, the rest of the samples may
-meet updates at other places.
+A run that is stopped continues from its last checkpoint. Groups that had ended since are read from the folder, and
+tokens are functions of keys, so the weights come out the same; in the mode `bounded`, an update may meet the rest of
+the samples at other places.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,14 +43,14 @@ from tailrace.deployments.messages.rollout import PromptGroup, WeightsLoaded
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """`accuracies`: on held-out questions, by step; empty if none are held out."""
+    """`accuracies`: accuracies on held-out questions, by step; empty if none are held out."""
 
     rows: list[LedgerRow]
     accuracies: list[Accuracy]
 
 
 Order = Callable[[Sequence[str], Mapping[str, int]], tuple[int, ...]]
-"""Places of a step's gradients, from the ids of its questions and the lengths that are known."""
+"""Returns the places of a step's gradients in order, from the ids of its questions and the known lengths."""
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
     say: Callable[[str], None],
     order: Order = by_expected_length,
 ) -> TrainingResult:
-    """Train to `config.steps`, counted over all starts. Raises BadInput for settings that TRL does not take."""
+    """Trains to `config.steps`, counted over all starts. Raises BadInput for settings that TRL does not accept."""
     begun, checkpoint = folder.last_checkpoint() or (0, None)
     for file in (folder.ledger, folder.accuracies, folder.sent):
         file.truncate_after(begun)
@@ -125,7 +125,7 @@ class _Run:
         self._trainer.train(resume_from_checkpoint=checkpoint)
 
     def close(self) -> None:
-        """End the samples that run, and every process and thread of the run."""
+        """Ends the samples that run, and every process and thread of the run."""
         self._feed.close()
         self._trainer.close()
         self._replicas.close()
@@ -162,7 +162,7 @@ class _Run:
         )
 
     def _before_group(self, is_last: bool) -> None:
-        """Replicas that were given back are wanted again while the last gradient is computed."""
+        """Requests replicas that were given back while the last gradient is computed."""
         if is_last and self._replicas.given_back:
             self._client.reserve_blocking(self._replicas.most)
 
@@ -199,7 +199,7 @@ class _Run:
         if not questions:
             return
         if self._config.mode is not Mode.BOUNDED:
-            self._feed.settle()  # samples under way are to be of one version
+            self._feed.settle()  # samples in flight must have one version
         self._feed.send_weights()
         held_out = HeldOut(
             self._client,

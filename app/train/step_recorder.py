@@ -111,7 +111,7 @@ class StepRecorder(TrainerCallback):
 
 
 def moments(rewarded: RewardedStep) -> tuple[float, float]:
-    """Mean and standard deviation of a step's rewards; the same bits in whatever order the groups came."""
+    """Returns mean and standard deviation of a step's rewards; the same bits in whatever order the groups came."""
     values = [value for place in sorted(rewarded.values) for value in rewarded.values[place]]
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))

@@ -1,4 +1,4 @@
-"""The rewards of a run's samples: begun as each group ends, collected when the trainer asks for them."""
+"""The rewards of a run's samples: started as each group ends, collected when the trainer needs them."""
 
 import threading
 import time
@@ -27,7 +27,9 @@ class RewardedStep:
 
 
 class StepRewards:
-    """`question_of`: the question at a step and place. `decode`: text of a completion's token ids."""
+    """`question_of`: returns the question at a step and place. `decode`: returns the text of a completion's token
+    ids.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class StepRewards:
         self._rewarded = RewardedStep()
 
     def begin(self, group: GroupResult) -> None:
-        """Start the rewards of a group that has ended."""
+        """Starts the rewards of a group that has ended."""
         place = int(group.prompt_id)
         question = self._question_of(group.step, place)
         futures = [self._pool.submit(question, self._decode(sample.token_ids)) for sample in group.samples]
@@ -50,7 +52,9 @@ class StepRewards:
             self._begun[group.step, place] = group, futures
 
     def reward(self, prompts, completions, completion_ids, step, place, **columns) -> list[float]:
-        """TRL's reward function for one group: waits for its rewards, and gives them to the service too."""
+        """Returns the rewards of one group, as TRL's reward function: waits for them, and sends them to the service
+        too.
+        """
         started = time.monotonic()
         with self._lock:
             group, futures = self._begun.pop((step[0], place[0]))
@@ -63,13 +67,13 @@ class StepRewards:
         return values
 
     def longest(self, rewarded: RewardedStep) -> dict[str, int]:
-        """Tokens of the longest sample of each question, by its id."""
+        """Returns the tokens of the longest sample of each question, by its id."""
         return {
             self._question_of(group.step, place).question_id: max(len(sample.token_ids) for sample in group.samples)
             for place, group in rewarded.groups.items()
         }
 
     def take(self) -> RewardedStep:
-        """All since the last call."""
+        """Returns all rewards since the last call."""
         taken, self._rewarded = self._rewarded, RewardedStep()
         return taken

@@ -74,7 +74,7 @@ class Task:
 
 
 def read_task(config: TaskConfig) -> Task:
-    """The questions of a task. Raises BadInput, one line, if there are too few or the source is not usable."""
+    """Reads the questions of a task. Raises BadInput, one line, if there are too few or the source is not usable."""
     texts = _of_reasoning_gym(config) if config.name is not None else _of_file(config)
     questions, seen = [], set()
     wanted = config.train + config.held_out
@@ -104,7 +104,9 @@ def _question(config: TaskConfig, text: str | list, answer: str | None, entry: d
 
 
 ROUNDS = 4
-"""Times the wanted number of items that are drawn to find different questions: small data sets repeat themselves."""
+"""Multiple of the wanted number of items that are drawn to find different questions: small data sets repeat
+themselves.
+"""
 
 
 def _of_reasoning_gym(config: TaskConfig) -> Iterable[tuple[str, str | None, dict]]:
@@ -138,7 +140,7 @@ def _of_file(config: TaskConfig) -> Iterable[tuple[str | list, str | None, None]
 
 
 def _of_line(line: bytes, answered: bool) -> tuple[str | list, str | None, None]:
-    """The prompt and the answer of a line. `answered`: rewards need an answer. Raises ValueError."""
+    """Returns the prompt and the answer of a line. `answered`: rewards need an answer. Raises ValueError."""
     row = parse_object(line)
     key, prompt = prompt_of(row)
     if unknown := sorted(settings_of(row)):

@@ -11,7 +11,7 @@ GRPO_CONFIG = (
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("trl", "trainer/grpo_config.py", "GRPOConfig"),
 )
-"""The class and those that it inherits from: package, file, name."""
+"""The class and its bases: package, file, name."""
 
 OURS = (
     "output_dir", "max_steps", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -19,7 +19,7 @@ OURS = (
     "use_vllm", "disable_dropout", "vllm_importance_sampling_correction", "ignore_data_skip", "logging_steps",
     "save_strategy", "save_steps", "disable_tqdm", "use_cpu",
 )  # fmt: skip
-"""Set by the run itself, see `trl_settings.settings_of`."""
+"""Settings that the run itself sets, see `trl_settings.settings_of`."""
 
 NOT_BY_GROUPS = {
     "scale_rewards": (("batch",), "advantages are computed group by group; use group or none"),
@@ -27,19 +27,19 @@ NOT_BY_GROUPS = {
     "use_adaptive_entropy": ((True,), "its coefficient would change between the groups of a step"),
     "num_iterations": (range(2, 1 << 30), "a step's samples are used once"),
 }
-"""Settings that a trainer fed group by group cannot honour: values, and the reason."""
+"""Settings that a trainer fed group by group does not support: values, and the reason."""
 
 LOSSES_OVER_ALL_TOKENS = ("dapo", "cispo", "vespo")
 """TRL's loss types that divide by the tokens of the whole step (`_compute_loss`, TRL 1.16)."""
 
 DEFAULT_LOSS = "dapo"
-"""TRL's, 1.16."""
+"""TRL's default loss, 1.16."""
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings, as their kinds of values. Where TRL is not installed, all names pass.
+    """Returns the settings, as values of their types. All names pass if TRL is not installed.
 
-    Raises KeyedError for unknown ones, for those of the run, and for those that cannot be honoured.
+    Raises KeyedError for unknown settings, for those of the run, and for unsupported ones.
     """
     for key in given:
         if key in OURS:

@@ -8,10 +8,10 @@ from tailrace.app.train.config import TrainConfig
 
 
 def settings_of(config: TrainConfig, checkpoints: str) -> dict[str, Any]:
-    """Those that follow from the run's: one group a backward pass, one batch a step.
+    """Returns the settings that follow from the run's: one group a backward pass, one batch a step.
 
-    The rollout's logprobs have floating-point noise, so no loss on weights that made the samples is to depend on
-    them: there is no importance-sampling correction. With other weights, they are the old logprobs themselves.
+    The rollout's logprobs have floating-point noise, so no loss on weights that made the samples may depend on them:
+    there is no importance-sampling correction. With other weights, they are the old logprobs themselves.
     """
     return {
         "output_dir": checkpoints,
@@ -40,7 +40,7 @@ def settings_of(config: TrainConfig, checkpoints: str) -> dict[str, Any]:
 
 
 def defaults() -> dict[str, Any]:
-    """Those that a file may change with `trl`."""
+    """Returns the settings that a file may change with `trl`."""
     return {
         "bf16": torch.cuda.is_available(),
         "gradient_checkpointing": False,

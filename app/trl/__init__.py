@@ -1,1 +1,1 @@
-"""TRL's doors to the service: trainers of TRL 1.16 whose samples Tailrace generates. Extra `train`."""
+"""Adapters for TRL: trainers of TRL 1.16 whose samples Tailrace generates. Extra `train`."""

@@ -1,8 +1,8 @@
-"""How far samples may be ahead of an asynchronous trainer. AReaL's rule: it needs no clock.
+"""Limit on how far samples may be ahead of an asynchronous trainer. AReaL's rule: it needs no clock.
 
-Samples that were taken, less those that the trainer dropped as stale, reach up to
-(max_staleness + version + 1) x samples of a version. So a sample is trained at most `max_staleness` versions after its
-first token, where each version has the samples that were counted on. Used by `async_rollouts`; pure.
+Samples that were taken, less those that the trainer dropped as stale, reach up to (max_staleness + version + 1) x
+samples of a version. A sample is therefore trained at most `max_staleness` versions after its first token, if each
+version has the expected number of samples. Used by `async_rollouts`; pure.
 """
 
 import sys
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 @dataclass
 class Allowance:
-    """Numbers are of samples, but those of versions. `version`: since the start, which is 0.
+    """Numbers of samples, except `version`: versions since the start, which is 0.
 
-    `per_version`: drawn under one version; with `fixed` False a first guess, and then their mean. `at_once`: drawn for
-    one micro-batch. `max_in_hand`: taken and not yet drawn. `max_in_flight`: taken and not yet queued.
+    `per_version`: samples drawn under one version; with `fixed` False a first guess, and then their mean. `at_once`:
+    samples drawn for one micro-batch. `max_in_hand`: maximum taken and not yet drawn. `max_in_flight`: maximum taken
+    and not yet queued.
     """
 
     group: int
@@ -31,10 +32,10 @@ class Allowance:
     dropped: int = 0
 
     def groups(self, waiting: bool) -> int:
-        """How many groups may be begun now. `waiting`: the trainer waits for a sample.
+        """Returns the number of groups that may be started now. `waiting`: the trainer waits for a sample.
 
         A trainer that waits with nothing in hand gets a micro-batch: accelerate draws the next one before the present
-        one is trained, which is beyond the rule where `max_staleness` is 0.
+        one is trained, which exceeds the rule if `max_staleness` is 0.
         """
         in_hand, in_flight = self.taken - self.drawn, self.taken - self.queued
         wanted = (self.max_staleness + self.version + 1) * self._samples_of_a_version() - (self.taken - self.dropped)

@@ -1,7 +1,7 @@
 """One prompt of an asynchronous trainer, from its row of the data set to its samples with advantages.
 
-Invariant: a group is a batch of its own, so it is generated, scored and handed over without regard to others. The
-keys of its tokens come from the seed and its number, never from the time. Called by `async_rollouts`.
+Invariant: each group is a separate batch, so it is generated, scored and delivered independently of others. The keys of
+its tokens come from the seed and its number, never from the time. Called by `async_rollouts`.
 """
 
 import os
@@ -22,7 +22,7 @@ from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Roll
 from tailrace.policies.protocol.actions import SampleEnd
 
 NO_COLUMNS = {"prompt", "completion", "completion_ids"}
-"""Columns of the data set that reward functions do not get, since they get the samples' own."""
+"""Columns of the data set that are not passed to reward functions, which get the samples' own."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class ScoredGroup:
 
 
 class GroupMaker:
-    """`args`: a `trl.experimental.async_grpo.AsyncGRPOConfig`. `tokenizer`: of the trainer.
+    """`args`: a `trl.experimental.async_grpo.AsyncGRPOConfig`. `tokenizer`: the trainer's.
 
-    `samples_per_step`: of an optimizer step, for the step in the sample keys.
+    `samples_per_step`: samples of an optimizer step, for the step in the sample keys.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class GroupMaker:
         self._run = f"{os.getpid()}-{uuid4().hex[:6]}"
 
     async def make(self, number: int, row: dict, version_of: Callable[[int], int]) -> ScoredGroup:
-        """`version_of`: the trainer's version for one of the service's. Raises Failed, with the reason in one line."""
+        """Makes a group. `version_of`: returns the trainer's version for one of the service's. Raises Failed, with the
+        reason in one line.
+        """
         began = time.monotonic()
         if "prompt" not in row:
             raise BadInput(f"the data set has the columns {', '.join(row)}; it needs one called prompt")
@@ -118,7 +120,7 @@ class GroupMaker:
 
 
 def rollout_sample(prompt_token_ids: Sequence[int], sample: SampleResult, **values):
-    """TRL's `RolloutSample`: `input_ids`, `completion_mask` and `old_log_probs` are of prompt and answer."""
+    """Returns TRL's `RolloutSample`: `input_ids`, `completion_mask` and `old_log_probs` cover prompt and answer."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     before, after = len(prompt_token_ids), len(sample.token_ids)
@@ -135,7 +137,7 @@ def _message(role: str, text: str) -> list[dict[str, str]]:
 
 
 def _metrics(group: GroupResult, rollout_s: float, score_s: float) -> dict[str, float | tuple[float, float]]:
-    """Of a group, under TRL's names; a pair is summed over groups, and then divided."""
+    """Returns a group's metrics under TRL's names; a pair is summed over groups, and then divided."""
     lengths = [len(sample.token_ids) for sample in group.samples]
     cut = sum(sample.finish_reason is SampleEnd.LENGTH for sample in group.samples)
     return {

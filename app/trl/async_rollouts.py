@@ -27,18 +27,17 @@ from tailrace.app.trl.sample_queue import SampleQueue
 from tailrace.deployments.messages.errors import one_line
 
 BEAT_S = 1.0
-"""At most between two signs of life of the worker's thread."""
+"""Maximum seconds between two heartbeats of the worker's thread."""
 
 STOP_S = 15.0
-"""For which `stop` waits for the thread: a reward function may be running. TRL waits as long."""
+"""Seconds for which `stop` waits for the thread: a reward function may be running. TRL waits as long."""
 
 
 class AsyncRollouts:
     """A `rollout_worker`. `weights`: the trainer's `weight_transfer`, which knows the versions of the service.
 
     `args`: the trainer's `AsyncGRPOConfig`. `reward_funcs`: one or more of TRL's signature. `first_group`: number of
-    the group to begin with, counted over all passes through the data. Raises BadInput for settings that would not be
-    honoured.
+    the group to start with, counted over all passes through the data. Raises BadInput for unsupported settings.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class AsyncRollouts:
         self._stopping, self._failure, self._beat_at = False, None, 0.0
 
     def start(self) -> None:
-        """Called by the trainer after the first weights were sent."""
+        """Starts the worker. Called by the trainer after the first weights were sent."""
         if self._thread is not None:
             return
         self._first_version = self._version
@@ -92,14 +91,14 @@ class AsyncRollouts:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel the batches in flight, and end the thread."""
+        """Cancels the batches in flight, and ends the thread."""
         self._stopping = True
         self._wake()
         if self._thread is not None:
             self._thread.join(STOP_S)
 
     def update_model_version(self, model_version: int) -> None:
-        """`model_version`: the trainer's number of the weights that it sent last."""
+        """Sets the trainer's version. `model_version`: the trainer's number of the weights that it sent last."""
         if self._weights.version is None:
             raise BadInput("the trainer has not sent weights by this worker's AsyncWeights: give it as weight_transfer")
         self._ahead = self._weights.version - model_version
@@ -117,14 +116,14 @@ class AsyncRollouts:
             raise Failed(f"the thread that collects samples has not run for {silent_s:.0f} s")
 
     def _drawn(self, sample) -> None:
-        """On the trainer's thread, which drops a sample that is older than it takes."""
+        """Counts a drawn sample. Called on the trainer's thread, which drops a sample that is too old."""
         self._allowance.drawn += 1
         if self._version - sample.model_version > self._args.max_staleness:
             self._allowance.dropped += 1
         self._wake()
 
     def _wake(self) -> None:
-        """The thread looks again for something to do."""
+        """Wakes the thread, which then checks for work."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._woken.set)
@@ -153,7 +152,7 @@ class AsyncRollouts:
             await asyncio.gather(*self._under_way, return_exceptions=True)
 
     def _begin(self) -> None:
-        """Begin the groups that are allowed now."""
+        """Starts the groups that are allowed now."""
         for _ in range(self._allowance.groups(self.rollout_buffer.waiting)):
             number, row = next(self._rows)
             task = asyncio.create_task(self._maker.make(number, row, self._version_of))
@@ -162,11 +161,11 @@ class AsyncRollouts:
             self._allowance.taken += self._allowance.group
 
     def _version_of(self, weights_version: int) -> int:
-        """The trainer's number of weights that the service has under another."""
+        """Returns the trainer's number of weights that the service has under another."""
         return weights_version - self._ahead
 
     def _hand_over(self) -> None:
-        """Queue the groups that have ended, but none before an earlier one. Raises the error of any that failed."""
+        """Queues the groups that have ended, but none before an earlier one. Raises the error of any that failed."""
         for task in self._under_way:
             if task.done():
                 task.result()
@@ -206,12 +205,12 @@ def _check(args) -> None:
 
 
 def _rows(data, first: int) -> Iterator[tuple[int, dict]]:
-    """(number, row) without end, in the order of the data set, beginning with group `first`."""
+    """Yields (number, row) without end, in the order of the data set, starting with group `first`."""
     number = 0
     while True:
         before = number
         if hasattr(data, "__len__") and 0 < len(data) <= first - number:
-            number += len(data)  # no row of this pass is wanted
+            number += len(data)  # no row of this pass is needed
             continue
         for row in data:
             if number >= first:

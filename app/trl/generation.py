@@ -19,10 +19,10 @@ from tailrace.app.trl.step_rollout import StepRollout
 def attach(
     trainer, client: RolloutClient, weights_dir: Path | str | None = None, seed: int | None = None
 ) -> StepRollout:
-    """Let Tailrace generate for a `trl.GRPOTrainer` that was made with `use_vllm=False`.
+    """Makes Tailrace generate for a `trl.GRPOTrainer` that was made with `use_vllm=False`.
 
-    `weights_dir`: a folder for the trainer's weights that all nodes see; without one they go through memory.
-    `seed`: in every sample key; the trainer's by default. Raises BadInput for settings that cannot be honoured.
+    `weights_dir`: a folder for the trainer's weights that all nodes see; without one they go through memory. `seed`:
+    part of every sample key; the trainer's by default. Raises BadInput for unsupported settings.
     """
     if trainer.use_vllm:
         raise BadInput("the trainer was made with use_vllm=True, so it has an engine of its own; leave that out")
@@ -31,7 +31,7 @@ def attach(
     seed = trainer.args.seed if seed is None else seed
     rollout = StepRollout(trainer, client, weights_dir=weights_dir, seed=seed)
     trainer.use_vllm, trainer.vllm_generation = True, ServiceGeneration(trainer, rollout)
-    trainer.vllm_mode = "server"  # else tools would ask the engine object for its longest prompt
+    trainer.vllm_mode = "server"  # else tools would read the longest prompt from the engine object
     trainer._last_loaded_step = -1  # TRL syncs where this is not the present step
     return rollout
 
@@ -43,7 +43,7 @@ class ServiceGeneration:
         self._trainer, self._rollout = trainer, rollout
 
     def sync_weights(self) -> None:
-        """Called by the trainer before the first samples of each step, in every process."""
+        """Sends the weights. Called by the trainer before the first samples of each step, in every process."""
         self._rollout.send_weights()
         self._trainer.accelerator.wait_for_everyone()
 
@@ -61,7 +61,7 @@ class ServiceGeneration:
         return prompts, completions, logprobs, None
 
     def _rolled_out_for_all(self, prompts: list[list[int]], num_generations: int):
-        """This process's part of one batch for all processes: a group may be spread over several."""
+        """Returns this process's part of one batch for all processes: a group may be spread over several."""
         from accelerate.utils import broadcast_object_list, gather_object
 
         accelerator = self._trainer.accelerator
@@ -73,7 +73,7 @@ class ServiceGeneration:
         return completions[mine], logprobs[mine]
 
     def _rolled_out(self, prompts: list[list[int]], num_generations: int):
-        """Token ids and logprobs of every sample, in the order of `prompts`."""
+        """Returns token ids and logprobs of every sample, in the order of `prompts`."""
         groups = prompts[::num_generations]
         repeated = [prompt for prompt in groups for _ in range(num_generations)]
         if repeated != prompts:

@@ -20,7 +20,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """`by_function`: shape [functions, samples]; NaN where a function gives none. `totals`: shape [samples]."""
+    """`by_function`: shape [functions, samples]; NaN where a function returns none. `totals`: shape [samples]."""
 
     names: tuple[str, ...]
     by_function: np.ndarray
@@ -32,7 +32,7 @@ class GroupRewards:
 
     @property
     def advantages(self) -> np.ndarray:
-        """Shape [samples]: (total - mean) / (population standard deviation + EPSILON)."""
+        """Returns the advantages, shape [samples]: (total - mean) / (population standard deviation + EPSILON)."""
         totals = self.totals
         scored = ~np.isnan(totals)
         found = np.zeros_like(totals)
@@ -41,7 +41,7 @@ class GroupRewards:
         return found
 
     def metrics(self) -> list[dict[str, float]]:
-        """For each sample, TRL's names and values."""
+        """Returns TRL's names and values for each sample."""
         totals = self.totals
         deviation = float(np.nanstd(totals)) if not np.isnan(totals).all() else float("nan")
         return [
@@ -55,7 +55,7 @@ async def rewards_of(functions: Sequence[Callable], samples: int, columns: dict[
     """Calls reward functions of TRL's signature; those that are no coroutines run in threads.
 
     `columns`: prompts, completions, completion_ids and the data set's, one value for each sample. Raises Failed with
-    the function's name if one raises, or gives another number of rewards.
+    the function's name if one raises, or returns a wrong number of rewards.
     """
     from trl.trainer.utils import get_callable_name, is_async_callable
 
@@ -67,7 +67,7 @@ async def rewards_of(functions: Sequence[Callable], samples: int, columns: dict[
             else:
                 found = await asyncio.to_thread(function, **columns)
             found = [float("nan") if each is None else float(each) for each in found]
-        except Exception as error:  # an error of somebody's function
+        except Exception as error:  # any error of a user's function
             raise Failed(f"the reward function {name} has failed: {one_line(error)}") from error
         if len(found) != samples:
             raise Failed(f"the reward function {name} gave {len(found)} rewards for {samples} samples")

@@ -1,7 +1,7 @@
-"""TRL's documented door: `GRPOTrainer(..., rollout_func=tailrace.rollout_function(client))`.
+"""TRL's documented extension point: `GRPOTrainer(..., rollout_func=tailrace.rollout_function(client))`.
 
 TRL 1.16 neither syncs weights for it nor corrects for the sampling engine; this function sends the weights by itself.
-`attach` has both from TRL, and tools. Prompts come repeated, unlike TRL's own description.
+With `attach` TRL does both, and runs tools. Prompts come repeated, unlike TRL's own description.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tailrace.app.trl.step_rollout import StepRollout
 def rollout_function(
     client: RolloutClient, weights_dir: Path | str | None = None, **options
 ) -> Callable[[list, object], dict]:
-    """A `rollout_func` for `trl.GRPOTrainer`. `weights_dir`, `options`: those of `StepRollout`.
+    """Returns a `rollout_func` for `trl.GRPOTrainer`. `weights_dir`, `options`: those of `StepRollout`.
 
     Its answer also has `weights_version` and `finish_reason`, which reward functions get as keyword arguments.
     """

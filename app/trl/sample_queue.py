@@ -1,4 +1,4 @@
-"""The queue that an asynchronous trainer draws samples from. It says when one is drawn and when the trainer waits."""
+"""The queue that an asynchronous trainer draws samples from. It reports draws, and when the trainer waits."""
 
 import queue
 from collections.abc import Callable
@@ -7,7 +7,7 @@ _ENDED = object()
 
 
 class SampleQueue(queue.Queue):
-    """`on_drawn`: called with each sample that is drawn, on the trainer's thread. `on_wait`: the queue is empty."""
+    """`on_drawn`: called with each drawn sample, on the trainer's thread. `on_wait`: called when the queue is empty."""
 
     def __init__(self, on_drawn: Callable[[object], None], on_wait: Callable[[], None]):
         super().__init__()
@@ -15,7 +15,7 @@ class SampleQueue(queue.Queue):
         self.waiting = False
 
     def get(self, block: bool = True, timeout: float | None = None):
-        """The next sample. Raises `queue.Empty` after `timeout` seconds, and at once after `end`."""
+        """Returns the next sample. Raises `queue.Empty` after `timeout` seconds, and at once after `end`."""
         try:
             if self.empty():
                 self.waiting = True
@@ -30,5 +30,5 @@ class SampleQueue(queue.Queue):
         return sample
 
     def end(self) -> None:
-        """No more samples will come: a trainer that waits is woken, and asks for the reason."""
+        """Closes the queue: a trainer that waits is woken, and reads the reason."""
         self.put(_ENDED)

@@ -1,11 +1,11 @@
-"""The sampling parameters of a TRL trainer, as the service takes them."""
+"""The sampling parameters of a TRL trainer in the service's form."""
 
 from tailrace.app.errors import BadInput
 from tailrace.deployments.messages.rollout import SamplingParams
 
 
 def sampling_of(args) -> SamplingParams:
-    """`args`: a `GRPOConfig` or `AsyncGRPOConfig`. Raises BadInput for a setting that the service would not honour."""
+    """Converts a `GRPOConfig` or `AsyncGRPOConfig`. Raises BadInput for a setting that the service does not support."""
     if args.repetition_penalty != 1.0:
         raise BadInput(f"repetition_penalty is {args.repetition_penalty}; the service samples without: set it to 1.0")
     if others := getattr(args, "generation_kwargs", None):

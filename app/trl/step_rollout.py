@@ -1,7 +1,7 @@
 """One call for samples by a trainer: prompts in, samples out, in the trainer's order.
 
-Invariant: tokens are a function of the seed, the trainer's step, the prompt's place in the step and the sample's
-index, under the weights that were sent last. Used by both doors, `generation` and `rollout_function`.
+Invariant: tokens are a function of the seed, the trainer's step, the prompt's place in the step and the sample's index,
+under the weights that were sent last. Used by `generation` and `rollout_function`.
 """
 
 import itertools
@@ -24,8 +24,8 @@ EVALUATION_STEPS = 1 << 40
 class StepRollout:
     """The samples of one trainer.
 
-    `seed`: in every sample key. `weights_dir`: a folder for the trainer's weights that all nodes of the service see;
-    None: they go through memory.
+    `seed`: part of every sample key. `weights_dir`: a folder for the trainer's weights that all nodes of the service
+    see; None: they go through memory.
     """
 
     def __init__(self, trainer, client: RolloutClient, *, weights_dir: Path | str | None = None, seed: int = 0):
@@ -35,11 +35,11 @@ class StepRollout:
         self._turns: dict[int, Turns] = {}  # of the present step alone
 
     def send_weights(self) -> None:
-        """Bring the service to the trainer's present weights. Raises WeightsRejected; the old ones then stay."""
+        """Sends the trainer's present weights to the service. Raises WeightsRejected; the old ones then stay."""
         self._weights.send()
 
     def samples(self, prompts: list[list[int]], samples: int) -> list[list[SampleResult]]:
-        """Generate `samples` samples of each prompt (token ids). Raises Failed if the service gives a sample up."""
+        """Generates `samples` samples of each prompt (token ids). Raises Failed if the service gives up a sample."""
         step = self._step()
         turns_of_step = self._turns_of(step)
         turns = turns_of_step.call(prompts, samples)
@@ -70,7 +70,7 @@ class StepRollout:
         return self._turns[step]
 
     def _group(self, turn: Turn, prompt: list[int], samples: int) -> PromptGroup:
-        """A later turn has the tokens that the sample's earlier ones have left."""
+        """Returns the group of a turn. A later turn has the tokens that the sample's earlier turns have left."""
         left = self._trainer.max_completion_length - (len(prompt) - turn.first_tokens)
         return PromptGroup(
             prompt_id=turn.prompt_id,
@@ -82,7 +82,7 @@ class StepRollout:
 
 
 def check_answered(group: GroupResult) -> None:
-    """Raises Failed if the service gave a sample up."""
+    """Raises Failed if the service gave up a sample."""
     for sample in group.samples:
         if sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH):
             reason = sample.error or sample.finish_reason

@@ -1,7 +1,7 @@
 """The parameters of a TRL trainer's model under the names that the service loads.
 
 TRL's own generator gathers sharded parameters (FSDP, ZeRO-3) and merges adapters (PEFT); it is reused here. Tied
-parameters come once, as in a folder that Hugging Face saves.
+parameters are included once, as in a folder that Hugging Face saves.
 """
 
 from collections.abc import Iterator

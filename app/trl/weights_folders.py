@@ -15,7 +15,7 @@ PART = "weights-part"
 SHARD = "model-[0-9]{5}.safetensors"
 
 MAX_SHARD_BYTES = 4 << 30
-"""A shard is copied once on its way to disk, so this bounds the memory that the copy takes."""
+"""Maximum size of a shard, which is copied once on its way to disk: bounds the memory that the copy takes."""
 
 
 class WeightsFolders:
@@ -31,7 +31,7 @@ class WeightsFolders:
                 raise BadInput(f"weights_dir {root}: {name} is there and is not of ours; give another folder")
 
     def write(self, version: int, tensors: Iterable[tuple[str, object]]) -> Path:
-        """Writes (name, torch tensor) pairs as safetensors; returns their folder. Passes on OSError."""
+        """Writes (name, torch tensor) pairs as safetensors. Returns their folder. Raises OSError."""
         folder, part = self._root / f"weights-{version % 2}", self._root / PART
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -51,7 +51,7 @@ class WeightsFolders:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder holds nothing but shards."""
+    """Returns whether a folder holds nothing but shards."""
     return folder.is_dir() and all(re.fullmatch(SHARD, path.name) for path in folder.iterdir())
 
 

@@ -1,6 +1,6 @@
-"""The weights of a trainer, brought to the service through shared memory, or through a folder.
+"""Sends the weights of a trainer to the service, through shared memory or through a folder.
 
-Invariant: versions count on from the one that the service has, one for each step whose weights are sent.
+Invariant: versions count on from the service's, one for each step whose weights are sent.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from tailrace.deployments.messages.rollout import WeightsLoaded
 
 
 class WeightsSender:
-    """`weights_dir`: a folder that all nodes see, or None for memory. `on_sent`: gets the step and the answer."""
+    """`weights_dir`: a folder that all nodes see, or None for memory. `on_sent`: called with the step and the
+    answer.
+    """
 
     def __init__(
         self,
@@ -24,12 +26,12 @@ class WeightsSender:
     ):
         self._trainer, self._client, self._on_sent = trainer, client, on_sent
         self._transport = WeightsTransport(client, weights_dir)
-        self._step: int | None = None  # of the trainer, whose weights were sent last
+        self._step: int | None = None  # the trainer's step whose weights were sent last
         self.version: int | None = None
         self.digest = ""
 
     def send(self) -> None:
-        """Bring the service to the trainer's present weights. Raises WeightsRejected; the old ones then stay.
+        """Sends the trainer's present weights to the service. Raises WeightsRejected; the old ones then stay.
 
         Nothing is sent twice for one step of the trainer.
         """

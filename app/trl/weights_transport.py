@@ -1,4 +1,4 @@
-"""The way of a trainer's weights to the service: through memory, or through a folder that all nodes see."""
+"""Transport of a trainer's weights to the service: through memory, or through a folder that all nodes see."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +16,7 @@ class WeightsTransport:
         self._folders = None if weights_dir is None else WeightsFolders(Path(weights_dir))
 
     def send(self, version: int, tensors: Iterable[tuple[str, object]]) -> WeightsLoaded:
-        """Load (name, torch tensor) pairs on every replica. Raises WeightsRejected; the old weights then stay."""
+        """Loads (name, torch tensor) pairs on every replica. Raises WeightsRejected; the old weights then stay."""
         if self._folders is None:
             return self._client.send_weights_blocking(version, tensors)
         return self._client.update_weights_blocking(version, str(self._folders.write(version, tensors)))

@@ -1,1 +1,1 @@
-"""A live service in the terminal: rates between two looks, and tables. `tailrace status` and `tailrace top`."""
+"""A live service in the terminal: rates between two readings, and tables. `tailrace status` and `tailrace top`."""

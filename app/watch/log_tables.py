@@ -12,12 +12,12 @@ from tailrace.deployments.messages.status import BatchLog, ChunkLog, FaultLog, S
 
 
 def sample_view(log: SampleLog, now_s: float) -> RenderableType:
-    """`now_s`: unix seconds."""
+    """Returns the view of a sample. `now_s`: unix seconds."""
     return Group(Text(log.sample_id, style="bold"), Text(said_of(log)), "", chunks_table(log, now_s))
 
 
 def said_of(log: SampleLog) -> str:
-    """One line on a sample."""
+    """Returns one line on a sample."""
     words = [f"{log.state}{f', {log.end}' if log.end else ''}: {log.why}" if log.why else log.state]
     if log.error:
         words.append(log.error)
@@ -46,14 +46,14 @@ def chunks_table(log: SampleLog, now_s: float) -> Table:
 
 
 def reason_of(chunk: ChunkLog) -> str:
-    """Why it ran there; for a copy, with which method; why it was asked to stop; its error."""
+    """Returns why the chunk ran there; for a copy, with which method; why it was asked to stop; its error."""
     race = f"races {chunk.copy_of} with {chunk.method}" if chunk.copy_of else ""
     asked = f"asked to stop: {chunk.asked}" if chunk.asked else ""
     return "; ".join(word for word in (chunk.reason, race, asked, chunk.error) if word)
 
 
 def batch_view(log: BatchLog, now_s: float) -> RenderableType:
-    """`now_s`: unix seconds."""
+    """Returns the view of a batch. `now_s`: unix seconds."""
     parts: list[RenderableType] = [Text(log.batch_id, style="bold"), Text(batch_said(log)), ""]
     if log.faults:
         parts += [faults_table(log.faults), ""]
@@ -61,7 +61,7 @@ def batch_view(log: BatchLog, now_s: float) -> RenderableType:
 
 
 def batch_said(log: BatchLog) -> str:
-    """One line on a batch."""
+    """Returns one line on a batch."""
     words = [", ".join(f"{count:,} {name}" for name, count in sorted(log.counts.items())) or "no samples yet"]
     words.append(f"{log.chunks:,} chunks, {log.moves:,} moves")
     if log.status is None:
@@ -80,7 +80,7 @@ def faults_table(faults: Sequence[FaultLog]) -> Table:
 
 
 def samples_table(samples: Sequence[SampleLog]) -> Table:
-    """Names are those within the batch."""
+    """Returns the table of samples, by their names within the batch."""
     table = plain_table("sample", "state", "tokens", "chunks", "moves", "replica", "why",
                         words=("state", "replica", "why"), wrapped="why")  # fmt: skip
     for log in samples:
@@ -91,10 +91,10 @@ def samples_table(samples: Sequence[SampleLog]) -> Table:
 
 
 def short(sample_id: str) -> str:
-    """A sample's name within its batch."""
+    """Returns a sample's name within its batch."""
     return sample_id.partition("/")[2]
 
 
 def clock(at_s: float) -> str:
-    """Unix seconds as the local time of day."""
+    """Returns unix seconds as the local time of day."""
     return f"{datetime.fromtimestamp(at_s):%H:%M:%S}"

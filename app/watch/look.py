@@ -1,4 +1,4 @@
-"""One look at a service: its status with its longest samples."""
+"""One reading of a service: its status with its longest samples."""
 
 import asyncio
 
@@ -7,6 +7,6 @@ from tailrace.deployments.messages.status import SampleStatus, ServiceStatus
 
 
 async def look(client: RolloutClient, longest: int) -> tuple[ServiceStatus, tuple[SampleStatus, ...]]:
-    """`longest`: number of samples. Raises as the client's calls do."""
+    """Returns status and longest samples. `longest`: number of samples. Raises as the client's calls do."""
     status, samples = await asyncio.gather(client.status(), client.longest_samples(longest))
     return status, samples

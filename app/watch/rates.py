@@ -1,4 +1,4 @@
-"""Rates of a service over its last looks: tokens a second, tokens a step, accepted drafts.
+"""Rates of a service over its last readings: tokens per second, tokens per step, accepted drafts.
 
 A replica that restarts counts from 0; a counter that fell gives no rate until the window has passed.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tailrace.deployments.messages.status import ServiceStatus
 
 WINDOW_S = 5.0
-"""A chunk's drafts are counted as it ends, so less would jump."""
+"""Seconds over which rates are computed. A chunk's drafts are counted as it ends, so a shorter window would jump."""
 
 
 class Look(NamedTuple):
@@ -21,8 +21,9 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRates:
-    """`tokens_per_step`: of one sample, 1 without drafts. `accepted`: share of the drafted tokens by source, of chunks
-    that ended in the window. Each is None while nothing is known of it."""
+    """`tokens_per_step`: tokens of one sample per step, 1 without drafts. `accepted`: share of the drafted tokens by
+    source, of chunks that ended in the window. Each is None while nothing is known of it.
+    """
 
     tokens_per_s: float | None = None
     tokens_per_step: float | None = None
@@ -30,13 +31,13 @@ class ReplicaRates:
 
 
 class Rates:
-    """`add` looks in order of time, then read."""
+    """Call `add` in order of time, then read."""
 
     def __init__(self):
         self._looks: deque[Look] = deque()
 
     def add(self, at_s: float, status: ServiceStatus) -> None:
-        """`at_s`: seconds of any clock that only grows."""
+        """Adds a reading. `at_s`: seconds of any clock that only grows."""
         self._looks.append(Look(at_s, status))
         while len(self._looks) > 2 and at_s - self._looks[1].at_s >= WINDOW_S:
             self._looks.popleft()
@@ -46,7 +47,7 @@ class Rates:
         return self._looks[-1].at_s - self._looks[0].at_s
 
     def batch(self, batch_id: str) -> float | None:
-        """Its tokens a second; None before the second look at it."""
+        """Returns a batch's tokens per second; None before its second reading."""
         tokens = [_tokens_of(look.status, batch_id) for look in (self._looks[0], self._looks[-1])]
         if None in tokens or not self._window_s:
             return None
@@ -67,7 +68,7 @@ class Rates:
         )
 
     def service(self) -> float | None:
-        """Tokens a second of all replicas whose rate is known; None if there is none."""
+        """Returns the tokens per second of all replicas whose rate is known; None if there is none."""
         replicas = self._looks[-1].status.replicas
         known = [self.replica(replica.replica_id).tokens_per_s for replica in replicas]
         return sum(rate for rate in known if rate is not None) if any(rate is not None for rate in known) else None

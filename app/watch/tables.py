@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def view(status: ServiceStatus, rates: Rates, longest: Sequence[SampleStatus], max_replicas: int) -> RenderableType:
-    """All of it. `max_replicas`: rows of replicas, those first that a person must look at, then the fullest."""
+    """Returns the whole view. `max_replicas`: rows of replicas, those that need attention first, then the fullest."""
     parts = [_headline(status, rates)]
     parts += [Text(f"! {line}", style="bold red") for line in troubles(status)]
     if status.batches:
@@ -29,7 +29,7 @@ def view(status: ServiceStatus, rates: Rates, longest: Sequence[SampleStatus], m
 
 
 def troubles(status: ServiceStatus) -> list[str]:
-    """One line for each thing that somebody may have to mend."""
+    """Returns one line for each thing that may need repair."""
     found = [f"nothing can run: waits for {status.waits_for}"] if status.waits_for else []
     found += [f"{one.replica_id} is set aside: {one.aside}" for one in status.replicas if one.aside]
     pool = status.pool
@@ -53,7 +53,7 @@ def state_of(replica: ReplicaStatus) -> str:
 
 
 def pool_line(pool: PoolView) -> str:
-    """Content of the pool, and where the KV of contexts came from so far."""
+    """Returns the pool's content, and the sources of the KV of contexts so far."""
     words = ["KV pool:"]
     if pool.status is not None:
         used, whole = pool.status["dram_bytes"] / GIB, pool.status["dram_capacity_bytes"] / GIB
@@ -91,7 +91,9 @@ def _headline(status: ServiceStatus, rates: Rates) -> Text:
 
 
 def plain_table(*columns: str, words: Sequence[str] = (), wrapped: str = "") -> Table:
-    """`words`: columns of text, on the left. `wrapped`: the column whose text may take several lines."""
+    """Returns a plain table. `words`: columns of text, on the left. `wrapped`: the column whose text may take several
+    lines.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")  # 80 columns are enough
     for place, column in enumerate(columns):
         table.add_column(

@@ -1,1 +1,1 @@
-"""Weights of trainers that are not TRL's: names as they are saved, and the actor for vLLM's own trainer engines."""
+"""Weights of trainers other than TRL's: their names in a saved folder, and the actor for vLLM's own trainer engines."""

@@ -20,7 +20,7 @@ from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.staging.slots import Slots
 
 TIMEOUT_S = 900.0
-"""Longest wait for an answer: replicas may load for ten minutes."""
+"""Maximum seconds to wait for an answer: replicas may load for ten minutes."""
 
 
 class ServedWeights(NamedTuple):
@@ -31,7 +31,9 @@ class ServedWeights(NamedTuple):
 
 
 class HttpWeights:
-    """`address`: of a gateway. With tokens it has a trainer's: `http://trainer:TOKEN@HOST:PORT`."""
+    """`address`: a gateway's address. If tokens are required, it holds a trainer's:
+    `http://trainer:TOKEN@HOST:PORT`.
+    """
 
     def __init__(self, address: str):
         parts = urlsplit(address)
@@ -46,7 +48,7 @@ class HttpWeights:
         return ServedWeights(int(found["weight_version"]), found["weights_digest"])
 
     def stage_weights_blocking(self, version: int, tensors: Tensors) -> StagedWeights:
-        """Copy tensors into this machine's shared memory, see `RolloutClient.stage_weights`.
+        """Copies tensors into this machine's shared memory, see `RolloutClient.stage_weights`.
 
         The gateway has to run on the same machine.
         """
@@ -54,21 +56,23 @@ class HttpWeights:
         return staged_in(slots, version, tuple(self.status_blocking()), tensors)
 
     def send_weights_blocking(self, version: int, tensors: Tensors) -> WeightsLoaded:
-        """Load (name, tensor) pairs, through memory. Raises WeightsRejected; the former weights then stay."""
+        """Loads (name, tensor) pairs, through memory. Raises WeightsRejected; the former weights then stay."""
         staged = self.stage_weights_blocking(version, tensors)
         try:
             source = staged.stage.seal()
         finally:
-            staged.drop()  # of a sealed stage, nothing
+            staged.drop()  # keeps a sealed stage
         return self.update_weights_blocking(version, str(source)).model_copy(update={"staged_s": staged.seconds})
 
     def update_weights_blocking(self, version: int, source: str) -> WeightsLoaded:
-        """Load a folder that all nodes of the service see. Raises WeightsRejected; the former weights then stay."""
+        """Loads a folder that all nodes of the service see. Raises WeightsRejected; the former weights then stay."""
         self._call("POST", "/update_weights", {"weight_dir": source, "version": version})
         return WeightsLoaded(version=version, digest=self.status_blocking().weights_digest, replicas=())
 
     def _call(self, method: str, path: str, body: dict | None = None) -> dict:
-        """The answer. Raises WeightsRejected or PermissionError with the service's reason, OSError if none answers."""
+        """Returns the answer. Raises WeightsRejected or PermissionError with the service's reason, OSError if none
+        answers.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = Request(self._address + path, data, self._headers, method=method)
         try:

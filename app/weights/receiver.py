@@ -14,8 +14,9 @@ from tailrace.deployments.messages.rollout import WeightsLoaded
 
 
 class WeightsReceiver:
-    """The methods of an engine. Their arguments are vLLM's `WeightTransferInitRequest` and
-    `WeightTransferUpdateRequest`."""
+    """The methods of a vLLM engine. Their arguments are vLLM's `WeightTransferInitRequest` and
+    `WeightTransferUpdateRequest`.
+    """
 
     def __init__(self, app_name: str):
         self._client = RolloutClient(app_name)
@@ -25,7 +26,7 @@ class WeightsReceiver:
         await self._client.transfer_weights("init", request.init_info)
 
     async def start_weight_update(self) -> None:
-        """One that was open has broken off: nothing of it was committed."""
+        """Starts an update. An update that is still open has broken off: nothing of it was committed."""
         await self._client.transfer_weights("start")
 
     async def update_weights(self, request) -> None:
@@ -39,16 +40,18 @@ class WeightsReceiver:
         await self._client.transfer_weights("shutdown")
 
     async def update_weight_version(self, version: str) -> None:
-        """The present weights under a number of the trainer's: they are loaded again if it is a higher one."""
+        """Serves the present weights under a number of the trainer's: they are loaded again if it is a higher one."""
         self._loaded = await self._client.rename_weights(version)
 
     async def loaded(self) -> WeightsLoaded | None:
-        """The answer to the last update."""
+        """Returns the answer to the last update."""
         return self._loaded
 
 
 def weights_receiver(app_name: str = "tailrace"):
-    """The handle of a new receiver on this node, for `RayVLLMWeightSyncClient`. It ends with its last handle."""
+    """Returns the handle of a new receiver on this node, for `RayVLLMWeightSyncClient`. It ends with its last
+    handle.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

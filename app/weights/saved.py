@@ -1,7 +1,7 @@
 """The weights of a Hugging Face model under the names of a saved folder, which are those that a service compares.
 
-Tied weights come once, under the name that Hugging Face keeps; adapters of PEFT come merged into their layers. For
-trainers of your own: TRL's are read by `app.trl`.
+Tied weights are included once, under the name that Hugging Face keeps; PEFT adapters are merged into their layers. For
+your own trainers: those of TRL are read by `app.trl`.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def saved_weights(model) -> Iterator[tuple[str, object]]:
 
 
 def _merged(model) -> Iterator[tuple[str, object]]:
-    """The base model's weights, with an adapter merged in."""
+    """Yields the base model's weights, with an adapter merged in."""
     base, found = model.get_base_model(), {}
     for name, tensor in base.state_dict().items():
         parts = name.split(".")

@@ -1,7 +1,7 @@
-"""A trainer engine of vLLM's kind that stages through shared memory: for trainers that drive engines by vLLM's API.
+"""A trainer engine for vLLM's API that stages through shared memory, for trainers that drive engines by that API.
 
 `register()` adds it to vLLM's `WeightTransferTrainerFactory` as `tailrace_memory`. Invariant: every rank iterates the
-source to its end, rank 0 alone stages and calls. Checked against vLLM 0.32.
+source to its end; only rank 0 stages and calls. Checked against vLLM 0.32.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class MemoryTrainerEngine(TrainerWeightTransferEngine[MemoryTrainerInitInfo]):
         return engine
 
     def send_weights(self) -> None:
-        """Raises the service's refusal; its former weights then stay."""
+        """Sends the weights. Raises the service's refusal; its former weights then stay."""
         if not self.is_sender:
             for _ in self.source:  # gathering a sharded parameter needs every rank
                 pass
@@ -67,6 +67,6 @@ def _service_of(client, init_info: MemoryTrainerInitInfo) -> RolloutClient | Htt
 
 
 def register() -> None:
-    """May be called again."""
+    """Registers the engine. May be called again."""
     if MEMORY not in WeightTransferTrainerFactory._registry:
         WeightTransferTrainerFactory.register_engine(MEMORY, MemoryTrainerEngine)

@@ -1,1 +1,1 @@
-"""Batches in flight: prompts, the tokens of every sample, hand-over to drivers, and the log of tokens on disk."""
+"""Batches in flight: prompts, the tokens of every sample, delivery to drivers, and the log of tokens on disk."""

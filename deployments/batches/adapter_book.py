@@ -1,7 +1,7 @@
-"""The adapters that requests may name, and the content that their samples are made with.
+"""The adapters that requests may name, and the content that each name refers to.
 
-Invariant: a sample has the content that its adapter's name had when it came, for all its chunks, so moves and copies of
-it agree; a name's version grows with each other content. Kept by `AdapterLoads`, read by `LiveBatches` and
+Invariant: a sample keeps, for all its chunks, the content that its adapter's name had when the sample arrived, so its
+moves and copies agree. A name's version grows with each new content. Kept by `AdapterLoads`, read by `LiveBatches` and
 `OpenSessions`.
 """
 
@@ -15,11 +15,11 @@ from tailrace.deployments.messages.rollout import Rejected, RejectedBy
 
 
 class AdapterBook:
-    """By name. `bound` gives prompts their adapter."""
+    """Adapters by name. `bound` resolves the adapter of a prompt."""
 
     def __init__(self) -> None:
         self._named: dict[str, Adapter] = {}
-        self._versions: dict[str, int] = {}  # the last one of each name, of dropped ones too
+        self._versions: dict[str, int] = {}  # the last version of each name, dropped names included
 
     def all(self) -> tuple[Adapter, ...]:
         return tuple(self._named[name] for name in sorted(self._named))
@@ -28,7 +28,7 @@ class AdapterBook:
         return self._named.get(name)
 
     def take(self, name: str, digest: str, path: str) -> Adapter:
-        """Notes that a name has this content from now on. Returns it with its version."""
+        """Binds `name` to this content. Returns the adapter with its version."""
         known = self._named.get(name)
         version = known.version if known and known.digest == digest else self._versions.get(name, 0) + 1
         self._versions[name] = version
@@ -41,8 +41,8 @@ class AdapterBook:
     def adopt(self, found: Iterable[Adapter]) -> list[Adapter]:
         """Takes adapters that replicas know from an earlier coordinator, the highest version of each name.
 
-        A name that this one has given already keeps its content, which is newer. Returns those that get a higher
-        version for it.
+        A name that this coordinator has bound already keeps its content, which is newer. Returns the adapters that get
+        a higher version for that reason.
         """
         own, raised = dict(self._named), {}
         for adapter in found:
@@ -55,8 +55,9 @@ class AdapterBook:
         return list(raised.values())
 
     def bound(self, prepared: Prepared, min_versions: Mapping[str, int]) -> Prepared | Rejected:
-        """The prompt with the present content of its adapter, or why there is none. `min_versions`: by name; a new
-        coordinator may not have heard of the newest."""
+        """Returns the prompt with the present content of its adapter, or Rejected if there is none. `min_versions`:
+        minimum version by name; a new coordinator may not know the newest.
+        """
         name = prepared.group.adapter
         if name is None:
             return prepared

@@ -1,4 +1,4 @@
-"""The text of an ended sample, and the stop that ended it: the rule that coordinator and drivers share."""
+"""The text of an ended sample, and the stop that ended it. Coordinator and drivers share this rule."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,9 @@ from tailrace.deployments.results.later_text import TextRule
 def text_of(
     token_ids: Sequence[int], rule: TextRule, decode: Callable[[list[int]], str]
 ) -> tuple[str, int | str | None]:
-    """The text before the stop text or token that ended the sample, and that one; None for an end of sequence."""
+    """Returns the text before the stop text or stop token that ended the sample, and that stop; None for an end of
+    sequence.
+    """
     token_ids = list(token_ids)
     if not rule.stopped:
         return decode(token_ids), None

@@ -1,6 +1,6 @@
 """A sample of an open session that callers wait for: its answer, and its tokens as its chunks end.
 
-Invariant: tokens that a caller has got never change, since a chunk is written once. Called by `OpenSessions`.
+Invariant: tokens that a caller has received never change, since a chunk is written once. Called by `OpenSessions`.
 """
 
 import asyncio
@@ -16,7 +16,9 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 
 @dataclass(eq=False, slots=True)
 class AskedSample:
-    """`sample_id`, `record`: in the core and in the ledger, once these have taken it. `waiting`: its callers."""
+    """`sample_id`, `record`: set once the core and the ledger have taken the sample. `waiting`: number of its
+    callers.
+    """
 
     identity: GroupIdentity
     index: int
@@ -33,7 +35,7 @@ class AskedSample:
         return self.identity, self.index, self.turn
 
     def take(self, sample_id: str, record: SampleRecord) -> None:
-        """The core has taken it."""
+        """Records that the core has taken the sample."""
         self.sample_id, self.record = sample_id, record
         record.grown = self._notify
         self._notify()
@@ -44,12 +46,12 @@ class AskedSample:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake all callers that wait now; others look before they wait."""
+        """Wakes all callers that wait now; the others check before they wait."""
         self._changed.set()
         self._changed.clear()
 
     async def stream(self) -> AsyncIterator[SampleTokens | Rejected]:
-        """Yields its prompt, then its tokens chunk by chunk, then its answer; or a refusal as the last item."""
+        """Yields the prompt, then the tokens chunk by chunk, then the answer; or a refusal as the last item."""
         while self.record is None and not self.answer.done():
             await self._changed.wait()
         if self.record is not None:

@@ -1,8 +1,8 @@
-"""The spans of one batch: one of the rollout, one of each group, one of each chunk, by OpenTelemetry's conventions.
+"""Spans of one batch by OpenTelemetry's conventions: one for the rollout, one for each group, one for each chunk.
 
 A chunk is a request to a model, so its span has the names of `gen_ai.*`; all other attributes are `tailrace.*`. It
-links to the chunk that it continues, or copies. Of a great batch not every group has spans, unless they are kept or a
-standard sampler is named: the first FIRST_GROUPS have, then one in ONE_IN. `LiveBatch` calls this.
+links to the chunk that it continues or copies. In a large batch only some groups have spans: the first FIRST_GROUPS,
+then one in ONE_IN. All have spans if they are recorded or a standard sampler is named. Called by `LiveBatch`.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,13 @@ from tailrace.policies.protocol.actions import StartChunk
 OPERATION = "text_completion"
 
 FIRST_GROUPS, ONE_IN = 4, 64
-"""So few that tracing costs the coordinator of a large run less than 1 %, where spans of all chunks cost it 13 %
-(`bench observability`)."""
+"""Groups with spans. Tracing then costs the coordinator of a large run less than 1 %; spans of all chunks cost it 13 %
+(`bench observability`).
+"""
 
 
 class BatchSpans:
-    """`model`: the name of the target model; an adapter has its own. Groups are named as in the core."""
+    """`model`: the name of the target model; an adapter has its own name. Groups are named as in the core."""
 
     def __init__(self, telemetry: Telemetry, message: BatchSettings, model: str):
         self._telemetry, self._model = telemetry, model
@@ -32,9 +33,9 @@ class BatchSpans:
             "rollout", message.traceparent, keep=message.keep_trace, kind=SpanKind.SERVER, attributes=attributes
         )
         self._own = self._rollout.get_span_context()
-        self._groups: dict[str, Span] = {}  # of those that are sampled
+        self._groups: dict[str, Span] = {}  # spans of the groups that are sampled
         self._running: dict[str, SpanContext] = {}  # by chunk
-        self._ended: dict[str, tuple[SpanContext, int]] = {}  # by sample: of the chunk that came furthest, and how far
+        self._ended: dict[str, tuple[SpanContext, int]] = {}  # by sample: its longest chunk, and its tokens
         self._opened = 0
 
     def open_group(self, group_id: str, prompt_id: str) -> None:
@@ -44,7 +45,7 @@ class BatchSpans:
             self._groups[group_id] = self._telemetry.span("group", parent=self._own, attributes=attributes)
 
     def open_chunk(self, start: StartChunk, sampling: SamplingParams, adapter: str | None) -> Span:
-        """A span that neither records nor has a context, if its group has none."""
+        """Starts a chunk's span; a span that neither records nor has a context if its group has none."""
         group_id, _, index = start.sample_id.rpartition("#")
         parent = self._groups.get(group_id)
         if parent is None:
@@ -83,20 +84,20 @@ class BatchSpans:
         span.set_status(StatusCode.ERROR, error)
 
     def close_group(self, group_id: str, sample_ids: Iterable[str]) -> None:
-        """All its samples have ended."""
+        """Ends the span of a group whose samples have all ended."""
         if (span := self._groups.pop(group_id, None)) is not None:
             span.end()
             for sample_id in sample_ids:
                 self._ended.pop(sample_id, None)
 
     def close(self) -> None:
-        """End the spans that are open."""
+        """Ends all open spans."""
         for span in (*self._groups.values(), self._rollout):
             span.end()
 
 
 def _asked(start: StartChunk, index: int, sampling: SamplingParams, model: str) -> dict:
-    """Attributes at a chunk's start."""
+    """Returns the attributes of a chunk at its start."""
     found = {
         "gen_ai.operation.name": OPERATION,
         "gen_ai.provider.name": "tailrace",
@@ -119,7 +120,7 @@ def _asked(start: StartChunk, index: int, sampling: SamplingParams, model: str) 
 
 
 def _made(request: ChunkRequest, result: ChunkResult) -> dict:
-    """Attributes at its end."""
+    """Returns the attributes of a chunk at its end."""
     return {
         "gen_ai.response.finish_reasons": (result.end.value,),
         "gen_ai.usage.input_tokens": len(request.token_ids),

@@ -1,8 +1,8 @@
-"""Groups owed to drivers, by batch, each over one or more submissions to the core.
+"""Groups that drivers are still to receive, by batch, each batch over one or more submissions to the core.
 
 Invariant: a batch has one reader at a time, which gets each group that it asks for once. A driver that lost its stream
-continues with another, and gets the groups that the old one had not given. Groups beyond a window of bytes that the
-driver has not acknowledged are held here. Called by `Rollouts` and the coordinator.
+continues with another, and gets the groups that the old one had not delivered. Groups beyond a window of bytes that the
+driver has not acknowledged wait here. Called by `Rollouts` and the coordinator.
 """
 
 import asyncio
@@ -25,7 +25,9 @@ from tailrace.deployments.messages.rollout import (
 
 
 class Delivery:
-    """Of one batch. `coming`: prompt ids that are in the core, or made and not read. `driver`: the one that reads."""
+    """Delivery of one batch. `coming`: prompt ids that are in the core, or finished and not read. `driver`: the present
+    reader's client.
+    """
 
     def __init__(self, message: RolloutBatch, driver: str, now: float):
         self.driver, self.renewed_s = driver, now
@@ -34,14 +36,14 @@ class Delivery:
         self.batch_id, self._message = message.batch_id, message
         self._groups = {group.prompt_id: group for group in message.groups}
         self._ready: deque[tuple[GroupResult | Rejected, GroupRecord | None]] = deque()
-        self._held_bytes = 0  # of the groups in `_ready`
+        self._held_bytes = 0  # bytes of the groups in `_ready`
         self._sent: deque[tuple[int, GroupRecord | None]] = deque()  # bytes and record; not acknowledged by the reader
         self._sent_bytes = self._taken = 0  # their sum; groups acknowledged, with those the driver had before
         self._reader = 0
-        self._changed = asyncio.Event()  # of the present reader
+        self._changed = asyncio.Event()  # wakes the present reader
 
     def refusal(self, message: RolloutBatch, driver: str, now: float) -> Rejected | None:
-        """Why this driver cannot read on, or None if it can."""
+        """Returns Rejected if this driver cannot continue to read, else None."""
         name = message.batch_id
         same = (message.seed, message.step) == (self._message.seed, self._message.step)
         if not same or any(self._groups.get(group.prompt_id, group) != group for group in message.groups):
@@ -54,15 +56,17 @@ class Delivery:
         return None
 
     def load(self) -> BatchLoad:
-        """Of the whole batch, until it has been read."""
+        """Load of the whole batch, until it has been read."""
         return BatchLoad.of(tuple(self._groups.values()), self._held_bytes + self._sent_bytes)
 
     def adds(self, message: RolloutBatch) -> bool:
-        """Whether a message has groups that this batch does not have yet."""
+        """Returns whether a message has groups that this batch does not have yet."""
         return any(group.prompt_id not in self._groups for group in message.groups)
 
     def attach(self, message: RolloutBatch, driver: str, now: float, have: int) -> int:
-        """A new reader, by its number; the stream of the one before ends. `have`: groups that its driver has."""
+        """Attaches a new reader and ends the stream of the one before. Returns the new reader's number. `have`: number
+        of groups that its driver has.
+        """
         self.driver, self.renewed_s = driver, now
         self._sent.clear()
         self._sent_bytes, self._taken = 0, have
@@ -77,26 +81,28 @@ class Delivery:
 
     @property
     def groups(self) -> Collection[PromptGroup]:
-        """All groups that drivers have named."""
+        """All groups that drivers have requested."""
         return self._groups.values()
 
     def unread(self) -> list[GroupRecord]:
-        """Groups that are done, and not acknowledged by a driver."""
+        """Returns groups that are finished and not acknowledged by a driver."""
         return [record for _, record in (*self._sent, *self._ready) if record is not None]
 
     def put(self, item: GroupResult | Rejected, record: GroupRecord | None = None) -> None:
-        """A group is done, or the batch has failed. `record`: of the group."""
+        """Adds a finished group, or the error of a failed batch. `record`: the record of the group."""
         self._ready.append((item, record))
         self._held_bytes += result_bytes(item) if isinstance(item, GroupResult) else 0
         self._changed.set()
 
     def give(self, group: GroupResult, record: GroupRecord | None) -> None:
-        """A group goes to the driver."""
+        """Records that a group is sent to the driver."""
         self._sent.append((result_bytes(group), record))
         self._sent_bytes += result_bytes(group)
 
     def acknowledge(self, taken: int) -> None:
-        """The driver has taken `taken` groups, over all its streams. A late call changes nothing."""
+        """Acknowledges groups: the driver has received `taken` groups over all its streams. A late call changes
+        nothing.
+        """
         while self._sent and self._taken < taken:
             self._sent_bytes -= self._sent.popleft()[0]
             self._taken += 1
@@ -109,9 +115,9 @@ class Delivery:
         self._changed.set()
 
     async def next(self, reader: int, window_bytes: int) -> tuple[GroupResult | Rejected, GroupRecord | None]:
-        """The next item with its record, once fewer than `window_bytes` are unacknowledged.
+        """Returns the next item with its record, once fewer than `window_bytes` are unacknowledged.
 
-        `Rejected` once there is another reader.
+        Returns Rejected once there is another reader.
         """
         while reader == self._reader:
             if self._ready and self._sent_bytes < window_bytes:
@@ -127,11 +133,12 @@ class Delivery:
 
 
 class Deliveries:
-    """By the driver's batch id. `submit`: gives groups to the core; returns why it does not take them, or None.
+    """Deliveries by the driver's batch id. `submit`: submits groups to the core; returns Rejected if it refuses them,
+    else None.
 
-    `cancel`: ends a delivery's samples in the core. `refusal`: why a new batch cannot run now, or None.
-    `session_loads` gives those of open sessions, which count for the quotas, too. `quotas` may be replaced at any time;
-    they hold for batches that come later.
+    `cancel`: ends a delivery's samples in the core. `refusal`: returns Rejected if a new batch cannot run now, else
+    None. `session_loads`: returns the loads of open sessions, which count for the quotas too. `quotas` may be replaced
+    at any time; they apply to batches that arrive later.
     """
 
     def __init__(
@@ -156,7 +163,7 @@ class Deliveries:
         return len(self._open)
 
     def unread(self) -> list[GroupRecord]:
-        """Groups of all batches that are done, and not acknowledged by a driver."""
+        """Returns the groups of all batches that are finished and not acknowledged by a driver."""
         return [record for delivery in self._open.values() for record in delivery.unread()]
 
     async def read(
@@ -191,7 +198,7 @@ class Deliveries:
     async def _groups(
         self, delivery: Delivery, reader: int, message: RolloutBatch, have: set[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
-        """Submit the groups that are neither made nor being made, and yield all that are wanted."""
+        """Submits the groups that are neither made nor being made, and yields all groups that the message asks for."""
         wanted = {group.prompt_id for group in message.groups} - have
         new = tuple(group for group in message.groups if group.prompt_id in wanted - delivery.coming)
         if new:
@@ -200,7 +207,7 @@ class Deliveries:
             task = asyncio.ensure_future(self._submit_for(delivery, message.model_copy(update={"groups": new})))
             self._submissions.add(task)
             task.add_done_callback(self._submissions.discard)
-            await asyncio.shield(task)  # it may wait, and another reader may need its groups by then
+            await asyncio.shield(task)  # the submission may wait, and another reader may need its groups
         while wanted:
             item, record = await delivery.next(reader, self.window_bytes)
             if isinstance(item, Rejected):
@@ -212,52 +219,55 @@ class Deliveries:
                 yield item
 
     async def _submit_for(self, delivery: Delivery, message: RolloutBatch) -> None:
-        """Give new groups to the core; the delivery's reader gets the reason if it does not take them."""
+        """Submits new groups to the core. If the core refuses them, the delivery's reader gets the reason."""
         refused = await self._submit(message, delivery)
         if refused is not None:
-            delivery.was_refused = True  # its driver may come again with it
+            delivery.was_refused = True  # its driver may submit it again
             delivery.coming -= {group.prompt_id for group in message.groups}
             delivery.put(refused)
 
     def quota_refusal(self, subject: str, load: BatchLoad, whole: BatchLoad, besides: str = "") -> Rejected | None:
-        """Why the quotas do not admit `subject`, of this load, or None. `whole`: that of all which its driver asks for
-        at once. `besides`: a batch that does not count."""
+        """Returns Rejected if the quotas do not admit `subject` with this load, else None. `whole`: the load of all
+        that its driver asks for at once. `besides`: a batch that does not count.
+        """
         if (never := self.quotas.size_refusal(subject, whole)) is not None:
             return never
         here = {name: one.load() for name, one in self._open.items() if name != besides}
         return self.quotas.refusal(subject, load, here | self.session_loads())
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of finished groups that drivers have not taken, by batch id; no entry for 0."""
+        """Returns the bytes of finished groups that drivers have not received, by batch id; no entry for 0."""
         held = {name: one.load().result_bytes for name, one in self._open.items()}
         return {name: count for name, count in held.items() if count}
 
     def renew(self, batch_id: str, driver: str, taken: int = 0) -> None:
-        """A sign of life of the driver of a batch. `taken`: groups that its caller has, over all its streams."""
+        """Renews the lease of a batch's driver. `taken`: number of groups that its caller has, over all its streams."""
         delivery = self._open.get(batch_id)
         if delivery is not None and delivery.driver == driver:
             delivery.renewed_s = self._now()
             delivery.acknowledge(taken)
 
     def cancel(self, batch_id: str) -> bool:
-        """End a batch: its groups come out at once, unfinished samples marked cancelled. False: no such batch."""
+        """Ends a batch: its groups are delivered at once, unfinished samples marked cancelled. Returns False if there
+        is no such batch.
+        """
         delivery = self._open.get(batch_id)
         return delivery is not None and self._cancel(delivery)
 
     def cancel_all(self) -> None:
-        """End all batches, see `cancel`."""
+        """Ends all batches, see `cancel`."""
         for delivery in self._open.values():
             self._cancel(delivery)
 
     def expire(self) -> int:
-        """Close the batches whose drivers are gone. Returns their number."""
+        """Closes the batches whose drivers are gone. Returns their number."""
         gone = [name for name, one in self._open.items() if self._now() > one.renewed_s + LEASE_S]
         for batch_id in gone:
             self._close(batch_id)
         return len(gone)
 
     def _close(self, batch_id: str) -> None:
-        """This batch has no reader any more: its remaining samples are cancelled."""
+        """Removes a batch that has no reader any more, and cancels its remaining samples."""
         delivery = self._open.pop(batch_id)
         delivery.end()
         self._cancel(delivery)

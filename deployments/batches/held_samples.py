@@ -1,8 +1,8 @@
-"""The samples of an open batch between two turns: which of them a request continues.
+"""The samples of an open batch between two turns, and which of them a request continues.
 
-Invariant: a sample is here from the end of a turn until it returns or ends; of one group and index, the last one alone.
-A prompt continues a sample if it begins with all of its context, features included, under the same sampling parameters
-and adapter. Owned by `OpenBatch`.
+Invariant: a sample is here from the end of a turn until it returns or ends; only the last one of a group and index. A
+prompt continues a sample if it begins with all of the sample's context, features included, under the same sampling
+parameters and adapter. Owned by `OpenBatch`.
 """
 
 import numpy as np
@@ -23,13 +23,13 @@ class HeldRecords:
         self._held[_place(sample)] = sample_id, sample
 
     def drop(self, sample_id: str, sample: SampleRecord) -> None:
-        """Forget a sample that returns or has ended, if it is here."""
+        """Removes a sample that returns or has ended, if it is here."""
         if self._held.get(_place(sample), ("",))[0] == sample_id:
             del self._held[_place(sample)]
 
     def of(self, name: str | None = None, index: int | None = None) -> list[str]:
-        """Ids of all, or of one group, or of one index."""
-        if name is not None and index is not None:  # of each new request: no look at all of them
+        """Returns the ids of all samples, or of one group's, or of the one with this index."""
+        if name is not None and index is not None:  # called for each new request, so it does not scan all
             return [self._held[name, index][0]] if (name, index) in self._held else []
         return [
             sample_id
@@ -38,7 +38,9 @@ class HeldRecords:
         ]
 
     def returning(self, prepared: Prepared, request: SampleRequest, now_s: float) -> SampleReturned | None:
-        """The event by which the sample that a request continues returns to the core, or None without such a one."""
+        """Returns the event by which a request continues its held sample in the core, or None if there is no such
+        sample.
+        """
         sample_id, sample = self._held.get((request.group.prompt_id, request.index), ("", None))
         if sample is None or sample.group.group.sampling != request.group.sampling:
             return None

@@ -1,7 +1,7 @@
-"""The tokens of every sample that is in flight: the results of its chunks, in order, and the replica of each.
+"""The tokens of every sample in flight: the results of its chunks, in order, and the replica of each.
 
-Invariant (law 1): a chunk is written once, at the position its `StartChunk` named; tokens only grow. The core
-counts tokens, this ledger holds them. Called by the coordinator alone.
+Invariant (law 1): a chunk is written once, at the position its `StartChunk` named; tokens only grow. The core counts
+tokens, this ledger holds them. Called by the coordinator alone.
 """
 
 from collections.abc import Callable
@@ -28,53 +28,57 @@ from tailrace.policies.protocol.events import Begun, ChunkEnd
 COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "raw_logprobs": np.float32}
 
 SHOWN_TOKENS = 2_000
-"""Of a sample's text, for people: some ms of the coordinator's loop."""
+"""Maximum number of tokens of a sample that are shown as text: their decoding takes some ms of the coordinator's
+loop.
+"""
 
 
 @dataclass(slots=True)
 class SampleRecord:
-    """One sample so far, or its present turn. `parts` are the results of the turn's chunks in order; `tokens`, those
-    generated in all turns, of which `earlier_tokens` before the present one."""
+    """One sample so far, or its present turn. `parts`: results of the turn's chunks in order. `tokens`: number of
+    tokens generated in all turns. `earlier_tokens`: those generated before the present turn.
+    """
 
     group: "GroupRecord"
     index: int
     key: SampleKey
     forced: np.ndarray | None
-    asked_s: float = 0.0  # by the coordinator's clock; its other times count from then
+    asked_s: float = 0.0  # by the coordinator's clock; its other times are relative to it
     parts: list[ChunkResult] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     tokens: int = 0
     earlier_tokens: int = 0
-    outside_tokens: int = 0  # of its context, that came between its turns
+    outside_tokens: int = 0  # context tokens that came between its turns
     turn_prompt: np.ndarray | None = None  # int32, the whole context of a later turn, or None in the first
-    turn_features: PromptFeatures | None = None  # of that context
-    max_tokens: int | None = None  # generated in all turns, or None if it is the group's
-    hold_s: float = 0.0  # seconds for which it is held for a next turn
-    logged: int = 0  # of the tokens, in the token log; that log alone writes it
-    kv_names: bytes = b""  # of the context's blocks that a replica has reported, see kvpool.keys
+    turn_features: PromptFeatures | None = None  # features of that context
+    max_tokens: int | None = None  # maximum over all turns, or None if it is the group's
+    hold_s: float = 0.0  # seconds for which the sample is held for a next turn
+    logged: int = 0  # number of tokens in the token log, which alone writes it
+    kv_names: bytes = b""  # names of the context's blocks that a replica has reported, see kvpool.keys
     started_s: float | None = None
     finished_s: float = 0.0
     end: SampleEnd | None = None
     error: str | None = None
-    grown: Callable[[], None] | None = None  # called once it has more tokens
-    columns: dict[str, Column] = field(default_factory=dict)  # of all parts, once it has ended; see `join`
+    grown: Callable[[], None] | None = None  # called when tokens are added
+    columns: dict[str, Column] = field(default_factory=dict)  # columns of all parts, once it has ended; see `join`
 
     @property
     def prompt(self) -> np.ndarray:
-        """Of the present turn, int32."""
+        """Prompt of the present turn, int32."""
         return self.group.prompt if self.turn_prompt is None else self.turn_prompt
 
     @property
     def features(self) -> PromptFeatures | None:
-        """Of the present turn's context."""
+        """Features of the present turn's context."""
         return self.group.features if self.turn_prompt is None else self.turn_features
 
     def next_turn(
         self, key: SampleKey, prompt: np.ndarray, max_tokens: int, hold_s: float, now_s: float,
         features: PromptFeatures | None = None,
     ) -> "SampleRecord":  # fmt: skip
-        """The record of its next turn, which begins with `prompt` (int32): its context, and tokens from outside.
-        `features`: of all of it."""
+        """Returns the record of the sample's next turn. `prompt` (int32): the context so far, and tokens from outside.
+        `features`: features of the whole prompt.
+        """
         return SampleRecord(
             group=self.group,
             index=self.index,
@@ -92,13 +96,13 @@ class SampleRecord:
         )
 
     def context(self) -> np.ndarray:
-        """Prompt and answer so far, int32."""
+        """Returns prompt and answer so far, int32."""
         return np.concatenate([self.prompt, *(part.token_ids for part in self.parts)])
 
     def append(
         self, start: int, part: ChunkResult, replica_id: str, weights_digest: str = "", adapter_digest: str = ""
     ) -> None:
-        """Write a chunk that began at answer position `start`. Raises ValueError unless that is the next one."""
+        """Writes a chunk that began at answer position `start`. Raises ValueError unless that is the next position."""
         if start != self.tokens:
             raise ValueError(f"chunk {part.chunk_id} begins at {start}, the sample has {self.tokens} tokens")
         end = start + len(part.token_ids)
@@ -125,8 +129,9 @@ class SampleRecord:
             self.grown()
 
     def join(self) -> None:
-        """Lay the columns of its parts together, once it has ended: a few tenths of a millisecond for 32,000 tokens.
-        So a group's end, when all samples are handed out at once, moves none."""
+        """Concatenates the columns of all parts, once the sample has ended: a few tenths of a millisecond for 32,000
+        tokens. The end of a group, when all samples are delivered at once, then copies nothing.
+        """
         ends = list(accumulate(len(part.token_ids) for part in self.parts))
         for name, dtype in COLUMNS.items():
             whole = joined([getattr(part, name) for part in self.parts], dtype)
@@ -136,7 +141,9 @@ class SampleRecord:
             self.parts[place] = replace(self.parts[place], **cut)
 
     def detail(self, sample_id: str, prompts: Prompts, more: np.ndarray | None = None) -> SampleDetail:
-        """The unended sample for people, with the text of its last tokens. `more`: those of its running chunk."""
+        """Returns the unended sample for display, with the text of its last tokens. `more`: tokens of its running
+        chunk.
+        """
         more = () if more is None else (more,)
         last = joined([*(part.token_ids for part in self.parts), *more], np.int32)[-SHOWN_TOKENS:].tolist()
         return SampleDetail(
@@ -152,16 +159,16 @@ class SampleRecord:
         )
 
     def result(self, prompts: Prompts) -> SampleResult:
-        """The ended sample as callers of single samples get it, with its text."""
+        """Returns the ended sample as callers of single samples get it, with its text."""
         made = self.result_without_text("")
         made.decode_by(lambda token_ids, rule: text_of(token_ids, rule, prompts.decode))
         made.settle()
         return made
 
     def result_without_text(self, tokenizer: str) -> SampleResult:
-        """The ended sample as drivers of batches get it: the client decodes its text by the named tokenizer.
+        """Returns the ended sample as drivers of batches get it: the client decodes its text by the named tokenizer.
 
-        Its values are ours, and not checked again.
+        Its values come from this process, and are not validated again.
         """
         if not self.columns:
             self.join()
@@ -205,7 +212,7 @@ class SampleRecord:
         }
 
     def answer(self) -> Answer:
-        """The ended sample as the group context keeps it."""
+        """Returns the ended sample as the group context keeps it."""
         tokens = self.context()[len(self.group.prompt) :]
         version = self.parts[-1].weights_version if self.parts else 0
         return Answer(
@@ -228,29 +235,29 @@ class SampleRecord:
 
 
 def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    """Arrays of one dtype, in order, as one."""
+    """Concatenates arrays of one dtype in order."""
     return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
 
 
 def escaped(name: str, mark: str) -> str:
-    """A name without the character `mark`, which parts it from others: `%` and the mark as in URLs. Most stay as is."""
+    """Escapes the separator `mark` in a name, `%` and the mark as in URLs. Most names stay as they are."""
     return name.replace("%", "%25").replace(mark, f"%{ord(mark):02X}")
 
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One prompt's samples; `prompt` is int32."""
+    """The samples of one prompt; `prompt` is int32."""
 
     batch_id: str
     step: int
     group: PromptGroup
     prompt: np.ndarray
     prompt_key: str
-    adapter: Adapter | None = None  # of all its samples, whatever content its name gets later
+    adapter: Adapter | None = None  # adapter of all its samples, whatever content its name gets later
     features: PromptFeatures | None = None
     samples: list[SampleRecord] = field(default_factory=list)
     prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
-    log_name: bytes = b""  # in the token log, once that has written of it
+    log_name: bytes = b""  # its name in the token log, once that has a record of it
 
     @classmethod
     def of(
@@ -274,11 +281,11 @@ class GroupRecord:
 
     @property
     def ref(self) -> GroupRef:
-        """The group's name in the group context; of this batch and prompt alone."""
+        """The group's name in the group context; unique to this batch and prompt."""
         return GroupRef(f"{escaped(self.batch_id, '/')}/{self.group.prompt_id}", self.prompt_key)
 
     def begun(self) -> tuple[Begun, ...]:
-        """The samples that have tokens, as the core is to take them."""
+        """The samples that have tokens, as the core expects them."""
         return tuple(
             Begun(sample.index, sample.tokens, sample.parts[-1].end is ChunkEnd.STOP)
             for sample in self.samples
@@ -286,8 +293,9 @@ class GroupRecord:
         )
 
     def result(self, prompts: Prompts) -> GroupResult:
-        """The group as drivers get it; its values are ours, and not checked again. Texts are for the driver to decode,
-        or decoded here if the tokenizer cannot be had elsewhere."""
+        """Returns the group as drivers get it; its values are not validated again. The driver decodes the texts, or
+        they are decoded here if the tokenizer cannot be had elsewhere.
+        """
         name = prompts.tokenizer_name
         return GroupResult.model_construct(
             batch_id=self.batch_id,

@@ -1,7 +1,7 @@
-"""One submission of a batch that is in flight: its groups' records and its spans.
+"""One submission of a batch in flight: the records of its groups, and its spans.
 
-Invariant: a group leaves with its samples when it is emitted, and the batch is over when none is left.
-Called by `Rollouts` alone.
+Invariant: a group leaves with its samples when it is emitted, and the batch is over when none is left. Called by
+`Rollouts` alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ from tailrace.policies.protocol.actions import EndSample, EndTurn, StartChunk
 from tailrace.policies.protocol.events import GroupSpec, SamplesSubmitted
 
 TAIL_SHARE = 0.9
-"""The tail is the time spent on the last 10 % of samples to finish."""
+"""Share of samples that have ended when the tail begins: it is the time spent on the last 10 % of samples to finish."""
 
 
 class LiveBatch:
@@ -40,8 +40,9 @@ class LiveBatch:
         past: Mapping[str, list[PastLength]],
         submitted_s: float,
     ):
-        """`core_id`: the batch's name in the core, which no other submission has or has had; so no late answer is
-        taken for that of a later batch of the same name. `past`: lengths of earlier epochs by prompt key, newest first.
+        """`core_id`: the batch's name in the core, unique among all submissions past and present, so that no late
+        answer is taken for one of a later batch with the same name. `past`: lengths of earlier epochs by prompt key,
+        newest first.
         """
         self.message, self.core_id, self.submitted_s = message, core_id, submitted_s
         self.delivery = delivery
@@ -67,7 +68,7 @@ class LiveBatch:
         self.spans: BatchSpans | None = None
 
     def submission(self, now_s: float) -> SamplesSubmitted:
-        """Its event for the core."""
+        """Returns the event that submits the batch to the core."""
         message = self.message
         return SamplesSubmitted(
             now=now_s,
@@ -84,16 +85,16 @@ class LiveBatch:
 
     @property
     def is_in_tail(self) -> bool:
-        """Whether 90 % of its samples have ended."""
+        """True once 90 % of its samples have ended."""
         return self.ended >= TAIL_SHARE * self._sizes[0]
 
     @property
     def is_logged(self) -> bool:
-        """Whether the tokens of its samples belong into the token log."""
+        """True if the tokens of its samples belong into the token log."""
         return not self.delivery.is_over
 
     def end(self, action: EndSample, now_s: float) -> SampleRecord:
-        """Note the end of a sample. Returns its record."""
+        """Records the end of a sample. Returns its record."""
         sample = self.samples[action.sample_id]
         sample.end, sample.error = action.end, action.error
         sample.finished_s = now_s - sample.asked_s
@@ -104,21 +105,22 @@ class LiveBatch:
         return sample
 
     def end_turn(self, action: EndTurn, now_s: float) -> None:
-        """Note the end of a turn whose sample is held."""
+        """Records the end of a turn whose sample is held."""
         sample = self.samples[action.sample_id]
         sample.end, sample.finished_s = action.end, now_s - sample.asked_s
 
     def answer(self, sample_id: str, prompts: Prompts) -> None:
-        """Give an ended sample to its driver, if single samples are given."""
+        """Delivers an ended sample to its driver, if single samples are delivered."""
 
     def hand_out(self, group: GroupRecord, prompts: Prompts) -> None:
-        """Give a group whose samples have ended to the driver."""
+        """Delivers a group whose samples have ended to the driver."""
         self.delivery.put(group.result(prompts), group)
 
     def resume(self, found: Iterable[tuple[str, LoggedTokens]], may_be: Callable[[int, str], bool]) -> int:
-        """Begin samples with tokens from the log, by prompt id. Returns the number of records that cannot be of them.
+        """Begins samples with tokens from the log, by prompt id. Returns the number of records that cannot belong to
+        them.
 
-        `may_be`: whether weights of this version and digest can have come before the present ones.
+        `may_be`: returns whether weights of this version and digest can have come before the present ones.
         """
         refused = 0
         for prompt_id, tokens in found:
@@ -136,7 +138,7 @@ class LiveBatch:
         return refused
 
     def emit(self, group_id: str) -> GroupRecord:
-        """Give the record of a group whose samples have ended, and forget it."""
+        """Removes a group whose samples have ended. Returns its record."""
         group = self.groups.pop(group_id)
         for number, sample in enumerate(group.samples):
             self.emitted_tokens += sample.tokens
@@ -145,7 +147,7 @@ class LiveBatch:
         return group
 
     def fail(self, reason: str) -> None:
-        """End the batch without its remaining groups; its driver gets the reason."""
+        """Ends the batch without its remaining groups; its driver gets the reason."""
         self._refuse(Rejected(reason=reason))
         self.spans.close()
 
@@ -153,11 +155,11 @@ class LiveBatch:
         self.delivery.put(rejected)
 
     def true_lengths(self) -> dict[str, int]:
-        """By sample id; known only of samples that replay a trace."""
+        """Lengths in tokens by sample id; known only for samples that replay a trace."""
         return {name: len(sample.forced) for name, sample in self.samples.items() if sample.forced is not None}
 
     def open_spans(self, telemetry: Telemetry, model: str) -> None:
-        """Of the rollout, below the driver's, and of its groups. `model`: its name."""
+        """Opens the spans of the rollout, below the driver's, and of its groups. `model`: name of the model."""
         self.spans = BatchSpans(telemetry, self.message, model)
         for group_id in self.groups:
             self.open_group_span(group_id)
@@ -172,7 +174,9 @@ class LiveBatch:
     def request(
         self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting, digests: Mapping[int, str]
     ) -> ChunkRequest:
-        """The engine's request to continue `sample` at its present length. `digests`: of weights, by version."""
+        """Returns the engine's request to continue `sample` at its present length. `digests`: digests of weights by
+        version.
+        """
         plan = self._draft_plan(sample, start, drafting) if drafting.max_draft_tokens else None
         before = len(sample.group.prompt) + sample.outside_tokens
         context_tokens = before + start.start  # another chunk of a race may have ended meanwhile
@@ -196,7 +200,9 @@ class LiveBatch:
         )
 
     def _draft_plan(self, sample: SampleRecord, start: StartChunk, drafting: Drafting) -> DraftPlan:
-        """To drafts, an answer is all that follows the group's prompt, tokens between turns included."""
+        """Returns how the engine should draft for this chunk. For drafts, an answer is all that follows the group's
+        prompt, tokens between turns included.
+        """
         outside = sample.outside_tokens
         return DraftPlan(
             group=sample.group.ref,
@@ -211,13 +217,15 @@ class LiveBatch:
         )
 
     def _kv_plan(self, sample: SampleRecord, start: StartChunk, digest: str) -> KvPlan:
-        """Saving is worth it only if the sample may continue after this chunk, or after this turn."""
+        """Returns how the engine should load and save KV. KV is saved only if the sample may continue after this chunk,
+        or after this turn.
+        """
         held = sample.hold_s > 0
         continues = held or start.start + start.max_tokens < self._most(sample, start)
         return KvPlan(start.kv_version, start.min_pull_tokens, continues, digest, save_stopped=held)
 
     def _most(self, sample: SampleRecord, start: StartChunk) -> int:
-        """Tokens that the sample may generate, in its turns so far."""
+        """Returns the maximum number of tokens that the sample may generate, in its turns so far."""
         if sample.max_tokens is not None:
             return sample.max_tokens
         return self._max_tokens[start.sample_id.rpartition("#")[0]]
@@ -228,7 +236,7 @@ class LiveBatch:
         return self._sizes
 
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
-        """`streamed`: tokens of running chunks, by chunk id, as last reported."""
+        """Returns the batch's status. `streamed`: tokens of running chunks, by chunk id, as last reported."""
         prefix = f"{self.core_id}/"
         samples, groups = self._sizes
         running = sum(tokens for chunk_id, tokens in streamed.items() if chunk_id.startswith(prefix))
@@ -245,7 +253,7 @@ class LiveBatch:
 
 
 def by_epoch(lengths: Iterable[PastLength]) -> tuple[tuple[int, ...], ...]:
-    """Lengths in tokens of each epoch, in the order in which the epochs come."""
+    """Groups lengths, in tokens, by epoch; epochs keep their order."""
     epochs: dict[int, list[int]] = {}
     for past in lengths:
         epochs.setdefault(past.epoch, []).append(past.length_tokens)

@@ -1,7 +1,7 @@
-"""Every submission that is in flight: found by the ids of its samples and groups, ended and handed out.
+"""Every submission in flight: finds it by the ids of its samples and groups, ends it, and delivers its groups.
 
-Invariant: a submission is here from `add` until its last group is emitted or it has failed, and the group context hears
-of each group's end. Called by `Rollouts` alone.
+Invariant: a submission is here from `add` until its last group is emitted or it has failed. The group context is
+notified of each group's end. Called by `Rollouts` alone.
 """
 
 import asyncio
@@ -37,7 +37,9 @@ class KnownWeights(Protocol):
 
 
 class LiveBatches:
-    """`nonce`: no other coordinator of this application has or has had it. `now`: the coordinator's clock, seconds."""
+    """`nonce`: unique among all coordinators, past and present, of this application. `now`: the coordinator's clock, in
+    seconds.
+    """
 
     def __init__(
         self,
@@ -54,13 +56,15 @@ class LiveBatches:
         self._prompts, self._context, self._telemetry = prompts, context, telemetry
         self._nonce, self._now, self._submissions = nonce, now, 0
         self._batches: dict[str, LiveBatch] = {}  # by their ids in the core
-        self._home: dict[str, LiveBatch] = {}  # id of a sample, until it has ended, or of a group -> its batch
+        self._home: dict[str, LiveBatch] = {}  # id of an unended sample or of a group -> its batch
 
     def __len__(self):
         return len(self._batches)
 
     async def prepare(self, message: RolloutBatch, delivery: Delivery) -> LiveBatch | Rejected:
-        """The submission of a message, encoded, with past lengths; or why it cannot be one."""
+        """Prepares the submission of a message: encodes its prompts and finds past lengths. Returns Rejected if it
+        cannot be submitted.
+        """
         try:
             prepared = await asyncio.to_thread(self._prompts.prepare, message)
             if message.traceparent is not None:
@@ -83,12 +87,12 @@ class LiveBatches:
             submitted_s=self._now(),
         )
         if found := await self._token_log.read(message, delivery.groups):
-            await self._weights.heard()  # a new coordinator may not know them yet
+            await self._weights.heard()  # a new coordinator may not know the weights yet
             self._resume(batch, found)
         return batch
 
     def new_core_id(self, batch_id: str) -> str:
-        """A name in the core that no other submission has or has had."""
+        """Returns a name in the core that no other submission has or has had."""
         self._submissions += 1
         return f"{escaped(batch_id, '/')}~{self._nonce}{self._submissions}"
 
@@ -97,39 +101,41 @@ class LiveBatches:
             self._token_log.note("other_weights", f"batch {batch.message.batch_id!r}: {refused} records do not fit")
 
     def groups(self) -> list[GroupRecord]:
-        """Groups that are not done, of batches with a driver."""
+        """Returns the unfinished groups of batches that have a driver."""
         live = (batch for batch in self._batches.values() if batch.is_logged)
         return [group for batch in live for group in batch.groups.values()]
 
     def add(self, batch: LiveBatch) -> None:
-        """The core has taken it."""
+        """Adds a batch that the core has taken."""
         batch.open_spans(self._telemetry, Path(self._prompts.model).name)
         self._batches[batch.core_id] = batch
         self._home.update(dict.fromkeys([*batch.samples, *batch.groups], batch))
 
     def add_sample(self, batch: LiveBatch, group_id: str, sample_id: str) -> None:
-        """The core has taken one more sample of a batch that is here, in a new group or in one that is known."""
+        """Adds a sample that the core has taken to a batch that is here, in a new group or in a known one."""
         if group_id not in self._home:
             batch.open_group_span(group_id)
         self._home[group_id] = self._home[sample_id] = batch
 
     def drop(self, batch: LiveBatch) -> None:
-        """Forget a batch whose groups have all been handed out, if it is here."""
+        """Removes a batch whose groups have all been delivered, if it is here."""
         if self._batches.pop(batch.core_id, None) is not None:
             batch.spans.close()
 
     def of(self, name: str) -> LiveBatch:
-        """The submission of a sample that has not ended, or of a group, by its id."""
+        """Returns the submission of an unended sample, or of a group, by its id."""
         return self._home[name]
 
     def detail(self, sample_id: str, more: np.ndarray | None = None) -> SampleDetail | None:
-        """Of a sample that has not ended; None if there is none of that id. `more`: tokens of its running chunk."""
+        """Returns the detail of an unended sample, or None if there is none with that id. `more`: tokens of its running
+        chunk.
+        """
         batch = self._home.get(sample_id)
         record = None if batch is None else batch.samples.get(sample_id)
         return None if record is None else record.detail(sample_id, self._prompts, more)
 
     def core_ids(self, delivery: Delivery) -> list[str]:
-        """Ids, in the core, of a delivery's submissions."""
+        """Returns the ids, in the core, of a delivery's submissions."""
         return [batch.core_id for batch in self._batches.values() if batch.delivery is delivery]
 
     def end(self, action: EndSample) -> None:
@@ -145,7 +151,7 @@ class LiveBatches:
         batch.answer(action.sample_id, self._prompts)
 
     def emit(self, action: EmitGroup) -> LiveBatch | None:
-        """Hand out a group. Returns its batch if that is over now."""
+        """Delivers a group. Returns its batch if that was the last group."""
         batch = self._home.pop(action.group_id)
         group = batch.emit(action.group_id)
         batch.hand_out(group, self._prompts)
@@ -160,7 +166,7 @@ class LiveBatches:
         return self._batches.values()
 
     def fail(self, reason: str) -> None:
-        """End all of them with a reason."""
+        """Ends all submissions with a reason."""
         for batch in self._batches.values():
             batch.fail(f"batch {batch.message.batch_id!r} was ended by an error: {reason}")
             for group in batch.groups.values() if self._context is not None else ():
@@ -169,7 +175,9 @@ class LiveBatches:
         self._home.clear()
 
     def statuses(self, streamed: Mapping[str, int]) -> tuple[BatchStatus, ...]:
-        """`streamed`: tokens of running chunks, by chunk id, as last reported."""
+        """Returns the status of each submission. `streamed`: tokens of running chunks, by chunk id, as last
+        reported.
+        """
         return tuple(batch.status(self._now(), streamed) for batch in self._batches.values())
 
     def counts(self) -> dict[str, int]:

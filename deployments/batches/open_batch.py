@@ -1,9 +1,8 @@
-"""The samples of an open session that are in the core: they come one by one, and each is answered as it ends.
+"""The samples of an open session that are in the core: they are submitted one by one, and each is answered as it ends.
 
-A group of the core has one prompt, one bound of tokens, one set of sampling parameters and one adapter, so a name that
-is asked for with several of them has several such groups. A sample of several turns is one sample of the first one's
-group. Invariant: each turn's answer is given once, whatever ends it.
-Called by `OpenSessions` and `LiveBatches`.
+A group of the core has one prompt, one token limit, one set of sampling parameters and one adapter, so a name that is
+requested with several of them has several such groups. A sample of several turns is one sample, in the group of its
+first turn. Invariant: each turn's answer is given once, whatever ends it. Called by `OpenSessions` and `LiveBatches`.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,22 +25,24 @@ from tailrace.policies.protocol.actions import EndSample, EndTurn
 from tailrace.policies.protocol.events import GroupSpec, SampleReturned, SamplesSubmitted
 
 MAX_GROUP_SAMPLES = 64
-"""Of one group of the core. Their mates' lengths and tokens are known by then, and later ones begin a new group."""
+"""Maximum number of samples of one group in the core. The lengths and tokens of their mates are known by then, and
+later samples begin a new group.
+"""
 
 
 MAX_IDLE_GROUPS = 1_024
-"""Of one session: each holds the tokens of its ended samples."""
+"""Maximum number of idle groups of one session: each holds the tokens of its ended samples."""
 
 
 class GroupIdentity(NamedTuple):
-    """Properties that samples of one group of the core share."""
+    """Properties that samples of one group in the core share."""
 
     name: str
     token_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
     adapter_digest: str = ""
-    features: str = ""  # their name
+    features: str = ""  # their digest
 
     @classmethod
     def of(cls, prepared: Prepared) -> "GroupIdentity":
@@ -52,7 +53,7 @@ class GroupIdentity(NamedTuple):
 
 
 class OpenGroup:
-    """A group that takes samples. `idle_since_s`: end of its last running sample."""
+    """A group that takes further samples. `idle_since_s`: end of its last running sample."""
 
     def __init__(self, group_id: str, identity: GroupIdentity):
         self.group_id, self.identity = group_id, identity
@@ -61,7 +62,7 @@ class OpenGroup:
 
 
 class NewSample(NamedTuple):
-    """A sample that the core may take: its place, and the spec that brings it."""
+    """A sample that may be submitted to the core: its place, and the spec that submits it."""
 
     group: OpenGroup
     sample_id: str
@@ -77,7 +78,7 @@ class OpenBatch(LiveBatch):
         )
         self.is_open = True
         self._open: dict[GroupIdentity, OpenGroup] = {}
-        self._by_id: dict[str, OpenGroup] = {}  # until it is handed out
+        self._by_id: dict[str, OpenGroup] = {}  # until the group is delivered
         self._answered: dict[str, Callable[[SampleAnswer | Rejected], None]] = {}  # by id of an unended sample
         self._names = 0
         self.held = HeldRecords()
@@ -88,17 +89,17 @@ class OpenBatch(LiveBatch):
 
     @property
     def is_logged(self) -> bool:
-        """Its tokens are not in the token log: a session's samples are asked for again, and made again."""
+        """False: a session's tokens are not in the token log. Its samples are requested again, and made again."""
         return False
 
     # ---- samples come ------------------------------------------------------------------------------
 
     def addition(self, specs: Iterable[GroupSpec], now_s: float) -> SamplesSubmitted:
-        """The event by which the core takes more of its samples, or closes groups."""
+        """Returns the event that submits more of its samples to the core, or closes groups."""
         return replace(self.submission(now_s), groups=tuple(specs), open=True)
 
     def plan(self, prepared: Prepared, request: SampleRequest, past: list[PastLength]) -> NewSample:
-        """The next sample of a prompt. Nothing changes until `take`."""
+        """Plans the next sample of a prompt. Nothing changes until `take`."""
         identity = GroupIdentity.of(prepared)
         group = self._open.get(identity)
         is_new = group is None
@@ -121,11 +122,13 @@ class OpenBatch(LiveBatch):
         self, new: NewSample, prepared: Prepared, request: SampleRequest,
         answered: Callable[[SampleAnswer | Rejected], None], now_s: float,
     ) -> SampleRecord:  # fmt: skip
-        """The core has taken a planned sample. Returns its record. `answered` is called with its answer, once."""
+        """Records a planned sample that the core has taken. Returns its record. `answered`: called once, with the
+        sample's answer.
+        """
         group, settings = new.group, self.message
         record = self.groups.get(group.group_id)
         if record is None:
-            # Its name in the group context is its own: groups of one name may differ in their prompts.
+            # The name in the group context is unique: groups of one name may differ in their prompts.
             name = f"{settings.batch_id}~{self._names}"
             record = GroupRecord(
                 batch_id=name,
@@ -162,9 +165,9 @@ class OpenBatch(LiveBatch):
         self, prepared: Prepared, request: SampleRequest, answered: Callable[[SampleAnswer | Rejected], None],
         observe: Callable[[SampleReturned], Rejected | None], now_s: float,
     ) -> str | None:  # fmt: skip
-        """Continue the held sample of a request, if the core takes it. Returns its id, or None.
+        """Continues the held sample of a request, if the core takes it. Returns its id, or None.
 
-        `observe`: gives the core an event. `answered` is called with the answer of this turn, once.
+        `observe`: gives the core an event. `answered`: called once, with the answer of this turn.
         """
         event = self.held.returning(prepared, request, now_s)
         if event is None or observe(event) is not None:
@@ -206,10 +209,10 @@ class OpenBatch(LiveBatch):
             step=group.step,
             sample=sample.result(prompts),
         )
-        self._answered.pop(sample_id)(answer)  # after all that can fail: callers must hear of that
+        self._answered.pop(sample_id)(answer)  # last, so that callers learn of an error before it
 
     def hand_out(self, group: GroupRecord, prompts: Prompts) -> None:
-        """Its samples have been given already."""
+        """Does nothing: the group's samples have been delivered already."""
 
     def emit(self, group_id: str) -> GroupRecord:
         del self._by_id[group_id]
@@ -222,8 +225,9 @@ class OpenBatch(LiveBatch):
             give(rejected)
 
     def close_idle(self, before_s: float) -> list[GroupSpec]:
-        """Close the groups of which nothing has run since `before_s`, and the longest idle of too many. Returns the
-        specs that close them in the core."""
+        """Closes the groups in which nothing has run since `before_s`, and the longest idle ones beyond
+        MAX_IDLE_GROUPS. Returns the specs that close them in the core.
+        """
         idle = sorted((one for one in self._open.values() if not one.running), key=lambda one: one.idle_since_s)
         many = max(0, len(idle) - MAX_IDLE_GROUPS)
         found = [one for place, one in enumerate(idle) if place < many or one.idle_since_s <= before_s]
@@ -232,6 +236,6 @@ class OpenBatch(LiveBatch):
         return [GroupSpec(one.group_id, len(one.identity.token_ids), 0, one.identity.max_tokens) for one in found]
 
     def close(self) -> None:
-        """It takes no more samples."""
+        """Closes the batch: it takes no more samples."""
         self.is_open = False
         self._open.clear()

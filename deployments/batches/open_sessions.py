@@ -1,8 +1,8 @@
-"""Open sessions by name: single samples are asked for at any time, and answered as they end.
+"""Open sessions by name: single samples are requested at any time, and answered as they end.
 
-Invariant: a sample that is asked for twice is made once while it is in flight, and ends early only if no caller waits
-for it, by its deadline, or with its session. A session without a sign of life of its driver is closed. Its tokens do
-not depend on the order of requests. Called by `Rollouts` and the coordinator.
+Invariant: a sample that is requested twice is made once while it is in flight. It ends early only if no caller waits
+for it, by its deadline, or with its session. A session whose driver does not renew its lease is closed. Tokens do not
+depend on the order of requests. Called by `Rollouts` and the coordinator.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
     from tailrace.deployments.context.service import ContextService
 
 IDLE_S = 60.0
-"""Seconds for which a group without a running sample is kept: more of its samples may come, and know its lengths."""
+"""Seconds for which a group without a running sample is kept: more of its samples may arrive and use its lengths."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenSession:
     settings: BatchSettings
     renewed_s: float
-    batch: OpenBatch | None = None  # None: nothing of it is in the core
+    batch: OpenBatch | None = None  # None while it has nothing in the core
     asked: dict[tuple[GroupIdentity, int, int], AskedSample] = field(default_factory=dict)
-    tokens: int = 0  # max_tokens of all that is asked for
+    tokens: int = 0  # sum of max_tokens over all requests in flight
 
     def load(self) -> BatchLoad:
         return BatchLoad(len(self.asked), self.tokens)
 
     def add(self, asked: AskedSample) -> None:
-        """Count a sample in, until it is answered."""
+        """Counts a sample until it is answered."""
         self.asked[asked.key] = asked
         self.tokens += asked.identity.max_tokens
         asked.answer.add_done_callback(lambda _: self._remove(asked))
@@ -56,10 +56,10 @@ class SampleAdmission(Protocol):
     """The coordinator's admission and loop, as far as sessions use them."""
 
     async def refusal(self, message: BatchSettings) -> Rejected | None:
-        """Why a batch cannot run under the present weights, or None."""
+        """Returns Rejected if a batch cannot run under the present weights, else None."""
 
     async def admitted(self, batch_id: str) -> None:
-        """Wait for a change of the core that is due."""
+        """Waits for a change of the core that is due."""
 
 
 class SessionLoop(Protocol):
@@ -67,12 +67,13 @@ class SessionLoop(Protocol):
         """Seconds on the coordinator's clock."""
 
     def tell(self, event: ev.Event) -> None:
-        """Give the core an event in its next turn."""
+        """Queues an event for the core's next turn."""
 
 
 class OpenSessions:
-    """`quota`: why a named load, or that of all which is asked for with it, is beyond the quotas. `observe`: gives the
-    core an event at once, and returns why it does not take it."""
+    """`quota`: returns Rejected if a named load, or the load of all that is requested with it, is beyond the quotas.
+    `observe`: gives the core an event at once; returns Rejected if it refuses it.
+    """
 
     def __init__(
         self,
@@ -104,7 +105,9 @@ class OpenSessions:
     # ---- called by drivers -------------------------------------------------------------------------
 
     async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer | Rejected:
-        """One sample, once it has ended. A caller that leaves, or whose deadline passes, ends it if it is the last."""
+        """Returns one sample, once it has ended. When a caller leaves, or its deadline passes, the sample ends if no
+        other caller waits.
+        """
         asked = await self._asked(settings, request)
         if isinstance(asked, Rejected):
             return asked
@@ -112,7 +115,7 @@ class OpenSessions:
             return await asyncio.shield(asked.answer)
 
     async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens | Rejected]:
-        """The same sample, its tokens as its chunks end; see `AskedSample.stream`."""
+        """Yields the tokens of the same sample as its chunks end; see `AskedSample.stream`."""
         asked = await self._asked(settings, request)
         if isinstance(asked, Rejected):
             yield asked
@@ -122,8 +125,9 @@ class OpenSessions:
                 yield item
 
     async def _asked(self, settings: BatchSettings, request: SampleRequest) -> AskedSample | Rejected:
-        """The sample of a request, made now unless it is in flight. One that is being cancelled ends first, cut short;
-        this caller gets it whole, made again."""
+        """Returns the sample of a request, which is submitted unless it is in flight. A sample that is being cancelled
+        ends first, cut short; this caller gets a whole one, made again.
+        """
         settings, request = checked(BatchSettings, settings), checked(SampleRequest, request)
         for message in (settings, request):
             if isinstance(message, Rejected):
@@ -185,7 +189,7 @@ class OpenSessions:
     def _give(
         self, session: OpenSession, asked: AskedSample, prepared: Prepared, request: SampleRequest, past: list
     ) -> Rejected | None:
-        """Give a sample, or its next turn, to the core. Returns why it does not take it, or None."""
+        """Submits a sample, or its next turn, to the core. Returns Rejected if it refuses it, else None."""
         if self._sessions.get(session.settings.batch_id) is not session:
             return Rejected(reason=f"session {session.settings.batch_id!r} has been closed")
         batch = session.batch
@@ -209,7 +213,7 @@ class OpenSessions:
         return None
 
     def _end_held(self, batch: OpenBatch, name: str | None = None, index: int | None = None) -> None:
-        """End samples between two turns, of one group or one index if given."""
+        """Ends samples between two turns; only those of one group or one index, if given."""
         for sample_id in batch.held.of(name, index):
             self._loop.tell(ev.SampleCancelled(self._loop.now(), sample_id))
 
@@ -220,7 +224,9 @@ class OpenSessions:
 
     @contextlib.contextmanager
     def _waited_for(self, asked: AskedSample, deadline_s: float | None):
-        """One more caller waits for it. Its deadline ends the sample, and so does its leaving if it is the last."""
+        """Counts one more caller of a sample. Its deadline ends the sample, and so does its leaving if it is the
+        last.
+        """
         timer = None
         if deadline_s is not None:
             timer = asyncio.get_running_loop().call_later(deadline_s, self._cancel, asked)
@@ -240,8 +246,9 @@ class OpenSessions:
             self._loop.tell(ev.SampleCancelled(self._loop.now(), asked.sample_id))
 
     def cancel(self, name: str, group: str | None, index: int | None) -> int:
-        """End the samples in flight of a session, of one of its groups, or one sample: they are answered with their
-        tokens so far. Those between two turns end, too. Returns the number in flight."""
+        """Ends the samples in flight of a session, of one of its groups, or one sample: they are answered with their
+        tokens so far. Samples between two turns end too. Returns the number in flight.
+        """
         session = self._sessions.get(name)
         if session is not None and session.batch is not None:
             self._end_held(session.batch, group, index)
@@ -255,14 +262,14 @@ class OpenSessions:
         return len(found)
 
     def renew(self, name: str) -> bool:
-        """A sign of life of a session's driver. Returns False if there is no such session."""
+        """Renews the lease of a session's driver. Returns False if there is no such session."""
         session = self._sessions.get(name)
         if session is not None:
             session.renewed_s = self._loop.now()
         return session is not None
 
     def close(self, name: str) -> bool:
-        """End a session, and its samples in flight. Returns False if there is no such session."""
+        """Ends a session and its samples in flight. Returns False if there is no such session."""
         session = self._sessions.pop(name, None)
         if session is None:
             return False
@@ -273,7 +280,7 @@ class OpenSessions:
         return True
 
     def _end_batch(self, session: OpenSession) -> None:
-        """Close its batch in the core, which cancels samples in flight."""
+        """Closes the session's batch in the core, which cancels samples in flight."""
         batch, session.batch = session.batch, None
         batch.close()
         self._observe(ev.BatchCancelled(self._loop.now(), batch.core_id))
@@ -283,7 +290,8 @@ class OpenSessions:
     # ---- called by the coordinator's loop ------------------------------------------------------------
 
     def sweep(self, hasty: bool) -> int:
-        """Close idle groups, batches without a group, and sessions whose drivers are gone. Returns the number of those.
+        """Closes idle groups, batches without a group, and sessions whose drivers are gone. Returns the number of those
+        sessions.
 
         `hasty`: a change of the core is due, which waits until nothing is in flight.
         """
@@ -310,7 +318,7 @@ class OpenSessions:
 
 
 def differing(one: BatchSettings, other: BatchSettings) -> str | None:
-    """The first setting by which two requests cannot be of one session, or None."""
+    """Returns the first setting by which two requests cannot belong to one session, or None."""
     return next(
         (name for name in ("seed", "step", "priority", "share") if getattr(one, name) != getattr(other, name)), None
     )

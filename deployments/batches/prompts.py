@@ -1,7 +1,7 @@
-"""From a driver's prompts to token ids and back. The only place that knows the tokenizer.
+"""Turns a driver's prompts into token ids, and tokens into text. The only place that knows the tokenizer.
 
-A prompt may come as token ids, text or chat messages; a sample's text leaves special tokens out. A prompt that
-the model cannot take is a `Rejected` value, never an exception. Called by the coordinator and the command line.
+A prompt may be token ids, text or chat messages; a sample's text leaves special tokens out. A prompt that the model
+cannot take gives a `Rejected` value, never an exception. Called by the coordinator and the command line.
 """
 
 import json
@@ -27,7 +27,7 @@ from tailrace.deployments.messages.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A group with its prompt in token ids and `max_tokens` cut to the room that the model's context leaves.
+    """A group with its prompt in token ids, and `max_tokens` cut to the room that the model's context leaves.
 
     `adapter`: the present content of its adapter's name; see `AdapterBook`.
     """
@@ -41,9 +41,9 @@ class Prepared:
 
 
 class Prompts:
-    """Tokenizer of a local model folder, and the longest sequence (tokens) the engines take.
+    """Tokenizer of a local model folder, and the maximum sequence length, in tokens, of the engines.
 
-    `tokenizer_name`: of its files, see `tokenizer_files`; empty if it has none.
+    `tokenizer_name`: digest of the tokenizer's files, see `tokenizer_files`; empty if it has none.
     """
 
     tokenizer_name = ""
@@ -69,7 +69,9 @@ class Prompts:
         return prepared
 
     def prepare_group(self, group: PromptGroup) -> Prepared | Rejected:
-        """A group, encoded, or why no engine could run it: the one door of batches, sessions and HTTP."""
+        """Encodes a group. Returns Rejected if no engine could run it. Batches, sessions and HTTP all use this
+        method.
+        """
         try:
             token_ids = self._encode(group)
             reason = self._refusal(group, token_ids)
@@ -78,13 +80,13 @@ class Prompts:
             reason = str(error) if isinstance(error, ValueError) else f"it cannot be encoded: {one_line(error)}"
         if reason is not None:
             return Rejected(reason=f"prompt {quoted(group.prompt_id)}: {' '.join(reason.split())}")
-        named = "" if group.adapter is None else f"{group.adapter}\0"  # an adapter has lengths and answers of its own
+        named = "" if group.adapter is None else f"{group.adapter}\0"  # each adapter has its own lengths and answers
         text = named + self.decode(list(token_ids)) + ("" if features is None else f"\0{features.name}")
         max_tokens = min(group.max_tokens, self.max_model_len - len(token_ids))
         return Prepared(group, token_ids, max_tokens, prompt_key(text), features=features)
 
     def _refusal(self, group: PromptGroup, token_ids: tuple[int, ...]) -> str | None:
-        """In one line why an encoded group cannot run, or None."""
+        """Returns in one line why an encoded group cannot run, or None."""
         if not token_ids:
             return "it is empty; give one token or more"
         if len(token_ids) >= self.max_model_len:
@@ -114,7 +116,9 @@ class Prompts:
         return None if form is None else self._forms.refusal(form, stops)
 
     def _features(self, given: Features | None) -> PromptFeatures | None:
-        """The features of a prompt. Raises ValueError, one line, if they are not sound or the model takes none."""
+        """Returns the features of a prompt. Raises ValueError, one line, if they are invalid or the model takes
+        none.
+        """
         if given is None or given.is_empty:
             return None
         if not self.is_multimodal:
@@ -127,11 +131,11 @@ class Prompts:
         return features
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
-        """Text of token ids. `special`: with special tokens, by their names."""
+        """Returns the text of token ids. `special`: with special tokens, by their names."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=not special)
 
     def name(self, token_id: int) -> str:
-        """The token as the vocabulary has it."""
+        """Returns the token as the vocabulary spells it."""
         return self._tokenizer.convert_ids_to_tokens(token_id)
 
     @property
@@ -145,15 +149,15 @@ class Prompts:
         return self._tokenizer.eos_token or ""
 
     def foreign(self, token_ids: Iterable[int]) -> int | None:
-        """The first token that is not in the vocabulary, or None."""
+        """Returns the first token that is not in the vocabulary, or None."""
         return foreign(token_ids, self._vocabulary)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of plain text. `special`: with those that the tokenizer adds to a text."""
+        """Returns the token ids of plain text. `special`: with those that the tokenizer adds to a text."""
         return self._tokenizer.encode(text, add_special_tokens=special)
 
     def piece(self, token_id: int) -> str:
-        """The text of one token; a special one by its name."""
+        """Returns the text of one token; a special token's name."""
         return self._tokenizer.decode([token_id])
 
     def _encode(self, group: PromptGroup) -> tuple[int, ...]:
@@ -164,14 +168,14 @@ class Prompts:
         return tuple(self.encode(self.chat([message.model_dump() for message in group.messages])))
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True, **template) -> str:
-        """Chat messages as the model's template joins them. `template`: its arguments, such as `tools`."""
+        """Joins chat messages by the model's template. `template`: its arguments, such as `tools`."""
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tokenize=False, **template
         )
 
 
 def end_tokens(folder: Path, eos_token_id: int | None) -> frozenset[int]:
-    """The tokens that end an answer of a model: the tokenizer's, and those of its generation_config.json."""
+    """Returns the tokens that end an answer of a model: the tokenizer's, and those in its generation_config.json."""
     file = folder / "generation_config.json"
     given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     more = given if isinstance(given, list) else [given]
@@ -182,5 +186,5 @@ MEDIA = ("vision", "image", "img", "audio", "video", "visual")
 
 
 def names_media(folder: Path) -> bool:
-    """Whether a model's config.json has a key about images, videos or sounds. A model of text alone has none."""
+    """Returns whether a model's config.json has a key about images, videos or sounds. A text-only model has none."""
     return any(word in key for key in json.loads((folder / "config.json").read_text()) for word in MEDIA)

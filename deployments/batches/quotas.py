@@ -1,6 +1,6 @@
-"""Bounds on the batches in flight, and the refusal of a batch beyond them. `quotas` in the Coordinator's `user_config`.
+"""Limits on the batches in flight, and the refusal of a batch beyond them: `quotas` in the Coordinator's `user_config`.
 
-Invariant: a batch is taken or refused at once, and never waits in secret. Called by `Deliveries`.
+Invariant: a batch is admitted or refused at once; it never waits for a quota. Called by `Deliveries`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tailrace.deployments.messages.rollout import PromptGroup, Rejected, Rejecte
 
 
 class BatchLoad(NamedTuple):
-    """Of a batch in flight. `result_bytes`: of its finished groups that its driver has not taken."""
+    """Load of a batch in flight. `result_bytes`: bytes of its finished groups that its driver has not received."""
 
     samples: int
     tokens: int
@@ -20,13 +20,13 @@ class BatchLoad(NamedTuple):
 
     @classmethod
     def of(cls, groups: tuple[PromptGroup, ...], result_bytes: int = 0) -> "BatchLoad":
-        """`tokens`: the sum of max_tokens over all samples."""
+        """Returns the load of these groups. `tokens` is the sum of max_tokens over all samples."""
         samples = sum(group.samples for group in groups)
         return cls(samples, sum(group.samples * group.max_tokens for group in groups), result_bytes)
 
 
 class Quotas(BaseModel):
-    """Over all batches in flight, of all drivers."""
+    """Limits over all batches in flight, of all drivers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     max_samples: int | None = Field(None, ge=1, description="samples of all batches in flight; null: no limit")
@@ -36,15 +36,16 @@ class Quotas(BaseModel):
     )
 
     def size_refusal(self, subject: str, load: BatchLoad) -> Rejected | None:
-        """Why `subject`, of this load, can never run under these quotas, or None if it can."""
+        """Returns Rejected if `subject`, with this load, can never run under these quotas, else None."""
         reason = _oversize("samples", subject, load.samples, self.max_samples) or _oversize(
             "tokens", subject, load.tokens, self.max_tokens
         )
         return Rejected(reason=reason, by=RejectedBy.SIZE) if reason else None
 
     def refusal(self, subject: str, load: BatchLoad, others: Mapping[str, BatchLoad]) -> Rejected | None:
-        """Why `subject`, of this load, cannot run now, or None if it can. `others`: in flight, by batch id in order of
-        arrival."""
+        """Returns Rejected if `subject`, with this load, cannot run now, else None. `others`: loads in flight, by batch
+        id in order of arrival.
+        """
         if (never := self.size_refusal(subject, load)) is not None:
             return never
         reason = (
@@ -76,7 +77,7 @@ def _oversize(kind: str, subject: str, wanted: int, bound: int | None) -> str | 
 
 
 def _excess(kind: str, subject: str, wanted: int, others: Mapping[str, int], bound: int | None) -> str | None:
-    """One line with the figures and the mend, or None if the batch is within the bound."""
+    """Returns one line with the figures and the remedy, or None if the batch is within the limit."""
     if bound is None or wanted + sum(others.values()) <= bound:
         return None
     excess, ends = wanted + sum(others.values()) - bound, []

@@ -1,10 +1,10 @@
-"""Tokens that cannot be made again, on disk: those of weights that are gone, of batches in flight.
+"""Tokens that cannot be made again, on disk: tokens of earlier weights, of batches in flight.
 
-Invariant: before a replica drops the weights of a sample's tokens, these are on disk in the file of their batch, and
-the next coordinator begins the sample with them. Tokens of the present weights are not there: they can be made again.
-A damaged record ends the reading of its file, and its tokens are made again. No method raises for a fault of the disk
-or of the content: it is counted in `problems`, and the service continues as without a log. Called by `Rollouts` and
-`LiveBatches`.
+Invariant: before a replica drops the weights of a sample's tokens, these tokens are on disk in the file of their batch,
+and the next coordinator begins the sample with them. Tokens of the present weights are not there: they can be made
+again. Reading a file stops at a damaged record, and the tokens after it are made again. No method raises for a fault of
+the disk or of the content: the fault is counted in `problems`, and the service continues as without a log. Called by
+`Rollouts` and `LiveBatches`.
 """
 
 import asyncio
@@ -30,17 +30,21 @@ from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, Seg
 from tailrace.policies.protocol.events import ChunkEnd
 
 MAX_AGE_S = 24 * 3600.0
-"""A file that was not written to for this long is deleted: the driver of its batch has not come back."""
+"""Maximum age, in seconds since the last write, of a file: the driver of its batch has not returned. Older files are
+deleted.
+"""
 
 TURN_S = 10.0
-"""Longest wait of the coordinator's loop, on which all batches depend, for a few tokens to reach the disk."""
+"""Maximum seconds that the coordinator's loop, on which all batches depend, waits for a few tokens to reach the
+disk.
+"""
 
 BULK_S = 600.0
-"""Longest wait of an update, or of a batch that begins, for gigabytes: as long as for a load of weights."""
+"""Maximum seconds that an update, or a new batch, waits for gigabytes: as long as for a load of weights."""
 
 
 class Unlogged(NamedTuple):
-    """Tokens of a sample from `sample.logged` to `end` that are to be written, and the state of the sample then."""
+    """Tokens of a sample from `sample.logged` to `end` that are to be written, and the sample's state at that time."""
 
     sample: SampleRecord
     parts: tuple[ChunkResult, ...]
@@ -49,7 +53,7 @@ class Unlogged(NamedTuple):
 
 
 def unlogged(groups: Collection[GroupRecord], version: float) -> dict[str, list[Unlogged]]:
-    """By batch id, the tokens of weights below `version` that are not in the log."""
+    """Returns, by batch id, the tokens of weights below `version` that are not in the log."""
     found: dict[str, list[Unlogged]] = {}
     for sample in (sample for group in groups for sample in group.samples):
         end = max((one.end for one in sample.segments if one.weights_version < version), default=0)
@@ -60,7 +64,7 @@ def unlogged(groups: Collection[GroupRecord], version: float) -> dict[str, list[
 
 
 def records_of(some: Unlogged) -> Iterator[bytes]:
-    """One packed record for each segment of the unlogged tokens."""
+    """Yields one packed record for each segment of the unlogged tokens."""
     group, sample = some.sample.group, some.sample
     group.log_name = group.log_name or group_digest(group.group, group.samples[0].key)
     columns = [
@@ -76,24 +80,24 @@ def records_of(some: Unlogged) -> Iterator[bytes]:
 
 
 class BatchFile:
-    """The file of one batch, of this coordinator alone: one of the same name is replaced as this is first written.
+    """The file of one batch, owned by this coordinator: its first write replaces an older file with the same name.
 
-    So a coordinator that was cut off, but lives, never writes into the file of the next one. Raises OSError.
+    A coordinator that was cut off, but lives, therefore never writes into the file of the next one. Raises OSError.
     """
 
     def __init__(self, path: Path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._part = path, path.with_name(f"{path.name}.{token_hex(4)}")
-        self._size = 0  # bytes that are on disk for certain
+        self._size = 0  # bytes that are certainly on disk
         self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @property
     def is_named(self) -> bool:
-        """Whether the next coordinator finds it: something has been written."""
+        """True once something has been written, so that the next coordinator finds the file."""
         return self._size > 0
 
     def append(self, records: Iterable[bytes]) -> None:
-        """Write records and flush them to disk, all or none: a disk that runs full leaves no half of them."""
+        """Writes records and flushes them to disk, all or none: a full disk leaves no partial records."""
         os.ftruncate(self._file, self._size)
         os.lseek(self._file, self._size, os.SEEK_SET)
         size = self._size + sum(map(self._put, chain((MAGIC,) if not self._size else (), records)))
@@ -115,7 +119,9 @@ class BatchFile:
 
 
 def flush_folder(folder: Path) -> None:
-    """A new name is on disk only once its folder is. Some network file systems cannot flush one, and need not."""
+    """Flushes a folder: a new name is on disk only once its folder is. Some network file systems cannot flush one, and
+    need not.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with contextlib.suppress(OSError):
         os.fsync(handle)
@@ -123,9 +129,10 @@ def flush_folder(folder: Path) -> None:
 
 
 class TokenLog:
-    """`folder`: None for no log. `app_name`: applications may share a folder. `in_thread`: runs blocking work.
+    """`folder`: None for no log. `app_name`: distinguishes applications that share a folder. `in_thread`: runs blocking
+    work.
 
-    `problems`: faults by kind.
+    `problems`: number of faults by kind.
     """
 
     def __init__(self, folder: Path | None, app_name: str, in_thread: Callable[..., Awaitable] = asyncio.to_thread):
@@ -149,38 +156,38 @@ class TokenLog:
         return not self.is_on or self._complete_under == version
 
     def reopen(self) -> None:
-        """Tokens of older weights have come."""
+        """Records that tokens of older weights have arrived."""
         self._complete_under = None
 
     # ---- called on the event loop ----------------------------------------------------------------------
 
     async def write(self, batches: Mapping[str, list[Unlogged]], version: int) -> None:
-        """Write tokens, which are then all of those below `version`."""
+        """Writes tokens. The log then has all tokens of weights below `version`."""
         await self._within(TURN_S, self._write, batches)
         self._complete_under = version
 
     async def write_early(self, batches: Mapping[str, list[Unlogged]]) -> None:
-        """Write tokens before it is urgent, so that `write` has little to do."""
+        """Writes tokens before it is urgent, so that `write` has little to do."""
         await self._within(BULK_S, self._write, batches)
 
     async def read(self, batch: RolloutBatch, groups: Collection[PromptGroup]) -> list[tuple[str, LoggedTokens]]:
-        """The tokens of a batch in order, with their prompt ids. `groups`: all of the batch."""
+        """Returns the tokens of a batch in order, with their prompt ids. `groups`: all groups of the batch."""
         return await self._within(BULK_S, self._read, batch, groups) or []
 
     async def forget(self, batch_id: str) -> None:
-        """Delete the file of a batch that is over, before any other work."""
+        """Deletes the file of a batch that is over, before any other work."""
         self._over.add(batch_id)
         await self._within(BULK_S, self._sweep)
 
     def note(self, kind: str, text: str) -> None:
-        """Count a fault, and log it."""
+        """Counts a fault, and logs it."""
         self.problems[f"token_log.{kind}"] += 1
         logging.getLogger(__name__).warning("contained in token_log: %s", text)
 
     async def _within(self, deadline_s: float, work: Callable, *args):
-        """The result of `work`, or None if it failed or takes too long.
+        """Returns the result of `work`, or None if it failed or takes too long.
 
-        A folder may hang for ever: nothing waits for it a second time until it answers.
+        A folder may hang for ever: after a timeout no further work starts until the first answers.
         """
         if not self.is_on:
             return None
@@ -244,7 +251,7 @@ class TokenLog:
         return found
 
     def _sweep(self) -> set[str]:
-        """Delete files of batches that are over, and old ones. Returns the former batches."""
+        """Deletes files of batches that are over, and old files. Returns the batches that are over."""
         over = set()
         while self._over:
             over.add(batch_id := self._over.pop())

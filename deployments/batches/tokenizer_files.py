@@ -1,6 +1,7 @@
-"""The files of a model's folder that make its tokenizer: read, named by their content, laid out elsewhere.
+"""The files of a model's folder that define its tokenizer: reads them, names them by their content, writes them
+elsewhere.
 
-Invariant: folders of one name decode alike. Called by `Prompts`, the coordinator and the client.
+Invariant: folders with the same name decode alike. Called by `Prompts`, the coordinator and the client.
 """
 
 from hashlib import blake2b
@@ -8,11 +9,13 @@ from pathlib import Path
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 MOST_BYTES = 64 << 20
-"""Of a file: vocabularies have some megabytes."""
+"""Maximum size of a file: vocabularies have some megabytes."""
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Their content by name, in order of the names; of `folder` itself alone. Empty if it is no folder."""
+    """Returns the content of the tokenizer's files by name, in order of names; only files directly in `folder`. Empty
+    if it is no folder.
+    """
     paths = sorted(path for path in folder.glob("*") if path.name.endswith(KINDS))
     return {
         path.name: path.read_bytes()
@@ -22,7 +25,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def name_of_tokenizer(files: dict[str, bytes]) -> str:
-    """A digest of names and contents; empty without files."""
+    """Returns a digest of names and contents; empty without files."""
     digest = blake2b(digest_size=8)
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)

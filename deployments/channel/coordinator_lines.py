@@ -1,7 +1,7 @@
-"""The coordinator's ends of the lines to its engine replicas: chunks go out, their ends and the reports come in.
+"""The coordinator's ends of the lines to its engine replicas: sends chunks, receives their ends and the reports.
 
 Invariant: a chunk that was sent ends in a result, in ReplicaLost when its line is closed, or in ChunkError. Frames of a
-line that was closed are dropped, so a report from before a loss never counts after it. Owned by `EngineClient`.
+closed line are dropped, so a report from before a loss never counts after it. Owned by `EngineClient`.
 """
 
 import asyncio
@@ -30,27 +30,30 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, Engin
 from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, SampleRefused
 
 MIN_REPORT_S = 0.5
-"""Seconds between a replica's reports: enough for a progress bar, and a lost idle replica shows in 3 s."""
+"""Minimum seconds between a replica's reports: enough for a progress bar, and the loss of an idle replica shows in 3
+s.
+"""
 
 REPORTS_PER_S = 256
-"""Maximum of all replicas together, so that a fleet of any size costs the coordinator the same."""
+"""Maximum reports per second of all replicas together, so that a fleet of any size costs the coordinator the same."""
 
 PULSE_S = 1.0
-"""Seconds between signs of life to an engine, which also acknowledge its messages."""
+"""Seconds between pulses to an engine, which also acknowledge its messages."""
 
 SILENT_S = 3.0
-"""A replica without a report for so long has left, until the next one."""
+"""Seconds without a report after which a replica has left, until its next report."""
 
 STALE_S = 3.0
-"""A report that travelled for longer is dropped: a newer one follows."""
+"""Maximum seconds that a report may travel; an older one is dropped, since a newer one follows."""
 
 DRIFT = 1e-4
-"""Maximum that two clocks part by, in seconds a second."""
+"""Maximum drift between two clocks, in seconds per second."""
 
 
 class Heard(NamedTuple):
-    """A replica's latest report. `observed_s`: when it was made, on the coordinator's clock; late by the shortest
-    delay of the way."""
+    """A replica's latest report. `observed_s`: when it was made, on the coordinator's clock; too late by the minimum
+    delay of the line.
+    """
 
     report: EngineStats
     observed_s: float
@@ -61,16 +64,17 @@ class _Line:
     session: str
     replica_id: str
     end: NumberedEnd = field(default_factory=NumberedEnd)
-    calls: dict[str, tuple[asyncio.Future, int]] = field(default_factory=dict)  # by chunk: its end, its Start's number
+    calls: dict[str, tuple[asyncio.Future, int]] = field(default_factory=dict)  # by chunk: its end, and Start number
     heard: Heard | None = None
-    offset_s: float = float("inf")  # our clock minus the engine's, at the report that was fastest
+    offset_s: float = float("inf")  # our clock minus the engine's, at the fastest report
     heard_s: float = 0.0
     pulsed_s: float = float("-inf")
 
 
 class CoordinatorLines:
-    """`listen`: opens the socket, given the function that takes its frames. `changed`: called when a replica reports
-    something else than numbers. `nonce`: no other coordinator has it."""
+    """`listen`: opens the socket, given the function that takes its frames. `changed`: called when a report differs in
+    more than numbers. `nonce`: unique among coordinators.
+    """
 
     def __init__(
         self,
@@ -95,14 +99,14 @@ class CoordinatorLines:
         return max(MIN_REPORT_S, len(self._lines) / REPORTS_PER_S)
 
     def open(self, replica_id: str) -> str:
-        """A new line to a replica. Returns its session, by which the replica is to dial."""
+        """Opens a new line to a replica. Returns its session, which the replica needs to dial."""
         self._opened += 1
         session = f"{replica_id}/{self._nonce}/{self._opened}"
         self._lines[replica_id] = self._sessions[session] = _Line(session, replica_id)
         return session
 
     def close(self, replica_id: str, reason: str) -> None:
-        """End the line. Its chunks get ReplicaLost; ChunkNotTaken those that the replica had not heard of."""
+        """Closes the line. Its chunks get ReplicaLost, or ChunkNotTaken if the replica had not received them."""
         if (line := self._lines.pop(replica_id, None)) is None:
             return
         del self._sessions[line.session]
@@ -111,18 +115,20 @@ class CoordinatorLines:
                 answer.set_exception((ReplicaLost if line.end.has_come(number) else ChunkNotTaken)(reason))
 
     def is_busy(self, replica_id: str) -> bool:
-        """Whether chunks run over the line."""
+        """Returns whether chunks run over the line."""
         line = self._lines.get(replica_id)
         return line is not None and bool(line.calls)
 
     def heard(self) -> list[Heard]:
-        """The latest report of each replica that has not been silent for SILENT_S, or for three reports."""
-        self._socket.read()  # frames that have come while the loop was busy
+        """Returns the latest report of each replica that has reported within SILENT_S, or within three report intervals
+        if that is longer.
+        """
+        self._socket.read()  # frames that arrived while the loop was busy
         since_s = self._now() - max(SILENT_S, 3 * self.report_s)
         return [line.heard for line in self._lines.values() if line.heard is not None and line.heard_s >= since_s]
 
     async def run(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
-        """Run a chunk. Raises ReplicaLost, ChunkError; a cancelled call aborts it."""
+        """Runs a chunk. Raises ReplicaLost or ChunkError. Cancelling the call aborts the chunk."""
         line = self._lines.get(replica_id)
         if line is None or line.heard is None:
             raise ChunkNotTaken(f"there is no line to replica {replica_id!r}")
@@ -137,12 +143,12 @@ class CoordinatorLines:
             line.calls.pop(chunk.chunk_id, None)
 
     def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
-        """End a chunk early; its own call ends then. Without a line this does nothing."""
+        """Ends a chunk early; its own call ends then. Without a line this does nothing."""
         if (line := self._lines.get(replica_id)) is not None:
             self._send(line, Abort(chunk_id, keep_kv))
 
     def pulse(self) -> None:
-        """Send signs of life, and unacknowledged messages again. Called a few times a second."""
+        """Sends pulses, and unacknowledged messages again. Called a few times a second."""
         now_s, payload = self._now(), encode(Pulse(self.report_s))
         for line in self._lines.values():
             for frame in line.end.overdue(now_s):
@@ -194,7 +200,7 @@ ERRORS = {Cause.DOWN: ReplicaLost, Cause.REFUSED: SampleRefused, Cause.CHUNK: Ch
 
 
 def _settle(line: _Line, chunk_id: str, result: ChunkResult | Exception) -> None:
-    """The end of a chunk; one without a caller is dropped."""
+    """Sets the result of a chunk; a chunk without a caller is dropped."""
     answer, _ = line.calls.get(chunk_id, (None, 0))
     if answer is None or answer.done():
         return
@@ -205,5 +211,5 @@ def _settle(line: _Line, chunk_id: str, result: ChunkResult | Exception) -> None
 
 
 def _state(report: EngineStats) -> tuple:
-    """The fields that others wait for."""
+    """Returns the fields whose change others wait for."""
     return report.weights_version, report.weights_digest, report.asleep, report.methods, report.adapters

@@ -1,5 +1,6 @@
-"""Encrypted ZeroMQ sockets (CurveZMQ, RFC 26): peers without the listener's key, which travels inside the cluster, are
-ignored. Opened by the coordinator for engines and by drafters for engines."""
+"""Encrypted ZeroMQ sockets (CurveZMQ, RFC 26). Peers without the listener's key, which travels inside the cluster, are
+ignored. Opened by the coordinator for engines, and by drafters for engines.
+"""
 
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ class Address(NamedTuple):
 
 
 def listen(socket: zmq.Socket, host: str) -> Address:
-    """Binds a ROUTER to a free port of `host`, an address of this node."""
+    """Binds a ROUTER to a free port of `host`, an address of this node. Returns its address."""
     public, secret = zmq.curve_keypair()
     socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, secret
     socket.linger = 0
@@ -24,7 +25,7 @@ def listen(socket: zmq.Socket, host: str) -> Address:
 
 
 def dial(socket: zmq.Socket, address: Address) -> None:
-    """Connects a DEALER, which finds its way back by itself after a break."""
+    """Connects a DEALER, which reconnects by itself after a break."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey, socket.linger = address.key, 0
     socket.ipv6 = "[" in address.endpoint

@@ -1,4 +1,4 @@
-"""The engine's end of a line: runs the chunks that come, and sends their ends and a report every interval.
+"""The engine's end of a line: runs the chunks that arrive, and sends their ends and a report every interval.
 
 Invariant: each chunk gives one end, unless the line is closed first, which aborts it. A line ends when the coordinator
 opens another one, or has been silent for SILENT_S. Owned by the engine replica, on its event loop.
@@ -26,18 +26,19 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, Engin
 from tailrace.deployments.messages.errors import EngineDown, RequestRefused, one_line
 
 SILENT_S = 120.0
-"""Ray takes a host that is cut off for lost after 73 s; until then a line may heal."""
+"""Maximum seconds without a pulse: Ray declares a host that is cut off dead after 73 s; until then a line may heal."""
 
 IDLE_SILENT_S = 3.0
-"""The same after the first pulse and while no chunk runs, or three reports if that is longer: nothing is
-lost then, and the coordinator may have ended with the service. Serve stops a replica once this line has ended."""
+"""The same after the first pulse and while no chunk runs, or three report intervals if that is longer: nothing is lost
+then, and the coordinator may have ended with the service. Serve stops a replica once this line has ended.
+"""
 
 REPORT_S = 0.5
 """Seconds between reports before the first pulse."""
 
 
 class ChunkEngine(Protocol):
-    """The calls of an engine replica that a line makes."""
+    """The methods of an engine replica that a line calls."""
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult: ...
 
@@ -47,7 +48,9 @@ class ChunkEngine(Protocol):
 
 
 class EngineLine:
-    """`session`: its name, given by the coordinator. `dial`: opens the socket, given the function for its frames."""
+    """`session`: name of the line, given by the coordinator. `dial`: opens the socket, given the function that takes
+    its frames.
+    """
 
     def __init__(self, session: str, engine: ChunkEngine, dial: Callable[[Callable[[bytes], None]], EngineSocket]):
         self.session = session
@@ -61,7 +64,7 @@ class EngineLine:
         self._socket = dial(self._take)
 
     async def hold(self) -> None:
-        """Report until the line ends, or until another call holds it."""
+        """Sends reports until the line ends, or until another call holds it."""
         self._holder = holder = self._holder + 1
         try:
             while self._holder == holder and not self.closed and not self._is_left():
@@ -83,11 +86,11 @@ class EngineLine:
         return self._now() > self._heard_s + (idle_s if is_idle else SILENT_S)
 
     def report(self) -> None:
-        """Report at once: something has changed that the coordinator waits for."""
+        """Sends a report at once: something has changed that the coordinator waits for."""
         self._due.set()
 
     def close(self) -> None:
-        """End the line. Chunks that run for it are aborted."""
+        """Closes the line, and aborts the chunks that run for it."""
         if not self.closed:
             self.closed = True
             self._due.set()
@@ -101,7 +104,7 @@ class EngineLine:
         try:
             payload = self._end.take(frame, self._now())
             message = None if payload is None else decode(payload)
-        except ValueError:  # not of a coordinator of this release
+        except ValueError:  # a message of another release
             return
         self._heard_s = self._now()
         match message:
@@ -122,11 +125,11 @@ class EngineLine:
             self._socket.send(frame)
 
     async def _end_of(self, chunk: ChunkRequest) -> bytes:
-        """The message of a chunk's end."""
+        """Runs a chunk. Returns the message of its end."""
         cause = Cause.CHUNK
         try:
             return encode(ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk)))
-        except asyncio.CancelledError as error:  # of the engine, unless the line was closed
+        except asyncio.CancelledError as error:  # an error of the engine, unless the line was closed
             if self.closed:
                 raise
             reason: BaseException = error

@@ -20,10 +20,10 @@ from tailrace.policies.families.registry import members
 _POLICIES = tuple(members("drafting").values())
 
 REPEATED = (SamplingParams, *_POLICIES)
-"""Models that all chunks of a group share: frozen, so they are written and read once."""
+"""Models that all chunks of a group share. They are frozen, so each is encoded and decoded once."""
 
 DTYPES = ("<i4", "<f4", "<i8")
-"""Of the arrays in messages; an array is its place here and its bytes."""
+"""Types of arrays in messages. An array is encoded as the index of its type, and its bytes."""
 
 
 class Start(NamedTuple):
@@ -40,7 +40,7 @@ class Abort(NamedTuple):
 
 
 class Pulse(NamedTuple):
-    """To an engine: the coordinator is there. `report_s`: seconds between reports from now on."""
+    """To an engine: the coordinator lives. `report_s`: seconds between further reports."""
 
     report_s: float
 
@@ -53,7 +53,7 @@ class ChunkEnded(NamedTuple):
 
 
 class Cause(StrEnum):
-    """Why a chunk failed."""
+    """Reason why a chunk failed."""
 
     DOWN = "down"  # the engine is broken: its chunks must run elsewhere
     REFUSED = "refused"  # no replica can run the sample
@@ -69,7 +69,7 @@ class ChunkFailure(NamedTuple):
 
 
 class Report(NamedTuple):
-    """To the coordinator: the replica as it is. `sent_s`: of the sender's own clock."""
+    """To the coordinator: the replica's state. `sent_s`: time of sending, on the sender's clock."""
 
     sent_s: float
     stats: EngineStats
@@ -80,7 +80,7 @@ KINDS: tuple[type[Message], ...] = (Start, Abort, Pulse, ChunkEnded, ChunkFailur
 
 
 class BadFrame(ValueError):
-    """Not a message. `chunk_id`: of the chunk whose end it would be, or empty."""
+    """Raised for bytes that are no message. `chunk_id`: the chunk whose end it would be, or empty."""
 
     def __init__(self, reason: str, chunk_id: str = ""):
         super().__init__(reason)
@@ -88,8 +88,9 @@ class BadFrame(ValueError):
 
 
 def carries(chunk: ChunkRequest) -> bool:
-    """Whether a line carries this chunk. Images and a user's own drafting policy go by Ray, which has their bytes or
-    their code."""
+    """Returns whether a line can carry this chunk. Chunks with images or a user's own drafting policy go over Ray,
+    which has their bytes or their code.
+    """
     policy = chunk.draft.policy if chunk.draft is not None else None
     return chunk.features is None and (policy is None or type(policy) in _POLICIES)
 

@@ -1,21 +1,21 @@
-"""One end of a line over which messages can be lost, when a connection breaks, but come in order between breaks.
+"""One end of a line that may lose messages when a connection breaks, but keeps their order between breaks.
 
-Invariant: numbered messages come once each and in order, as long as one side sends unacknowledged messages again
-(go-back-N). Messages without a number may be lost. Pure; one at each end of a line.
+Invariant: numbered messages arrive once each and in order, as long as one side sends unacknowledged messages again
+(go-back-N). Messages without a number may be lost. Pure; one object at each end of a line.
 """
 
 import struct
 from collections import deque
 
 RESEND_S = 3.0
-"""Seconds without progress of the other end after which everything unacknowledged is sent again."""
+"""Seconds without progress at the other end after which all unacknowledged messages are sent again."""
 
 HEADER = struct.Struct("<QQ")
-"""The number of the message, 0 for one without, and the number of the last one that has come from the other end."""
+"""Number of the message (0 for an unnumbered one), and number of the last message received from the other end."""
 
 
 class NumberedEnd:
-    """Frames are `HEADER` and a payload."""
+    """Frames are `HEADER` followed by a payload."""
 
     def __init__(self):
         self._sent = self._received = 0
@@ -24,19 +24,19 @@ class NumberedEnd:
 
     @property
     def owes(self) -> bool:
-        """Whether the other end has not acknowledged everything."""
+        """True while the other end has not acknowledged all messages."""
         return bool(self._unacknowledged)
 
     def has_come(self, number: int) -> bool:
-        """Whether the other end has acknowledged a message of this one."""
+        """Returns whether the other end has acknowledged this message."""
         return not self._unacknowledged or number < self._unacknowledged[0][0]
 
     def frame(self, payload: bytes) -> bytes:
-        """A message that may be lost."""
+        """Returns the frame of a message that may be lost."""
         return HEADER.pack(0, self._received) + payload
 
     def numbered(self, payload: bytes, now_s: float) -> tuple[int, bytes]:
-        """The number and the frame of a message that will come."""
+        """Returns the number and the frame of a message that will arrive."""
         if not self._unacknowledged:
             self._progress_s = now_s
         self._sent += 1
@@ -44,7 +44,8 @@ class NumberedEnd:
         return self._sent, HEADER.pack(self._sent, self._received) + payload
 
     def take(self, frame: bytes, now_s: float) -> bytes | None:
-        """The payload of a frame from the other end; None if it has come before, or one before it is missing.
+        """Returns the payload of a frame from the other end; None if it was received before, or if one before it is
+        missing.
 
         Raises ValueError if it is no frame.
         """
@@ -62,7 +63,7 @@ class NumberedEnd:
         return frame[HEADER.size :]
 
     def overdue(self, now_s: float) -> list[bytes]:
-        """The frames to send again now."""
+        """Returns the frames to send again now."""
         if not self._unacknowledged or now_s < self._progress_s + RESEND_S:
             return []
         self._progress_s = now_s

@@ -1,6 +1,6 @@
 """The two ends of a line on an asyncio loop: one socket of the coordinator for all engines, and one of each engine.
 
-A frame is sent at once or dropped, if the other end is not there or does not read: `NumberedEnd` sends it again.
+A frame is sent at once, or dropped if the other end is absent or does not read. `NumberedEnd` then sends it again.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import zmq
 from tailrace.deployments.channel.encrypted import Address, dial, listen
 
 MAX_FRAME_BYTES = 1 << 30
-"""Above any chunk's end: a peer that announces more is cut off."""
+"""Maximum size of a frame, above any chunk's end: a peer that announces more is disconnected."""
 
 
 class EngineSocket(Protocol):
@@ -25,21 +25,22 @@ class EngineSocket(Protocol):
 
 
 class CoordinatorSocket(Protocol):
-    """The coordinator's end. `address`: for engines."""
+    """The coordinator's end. `address`: address that engines dial."""
 
     address: Address
 
     def send(self, session: str, frame: bytes) -> None: ...
 
     def read(self) -> None:
-        """Take the frames that have come, at once."""
+        """Takes the frames that have arrived, at once."""
 
     def close(self) -> None: ...
 
 
 class _LoopSocket:
-    """A socket whose messages go to `take` on the running loop. ZeroMQ signals new messages by the socket's file,
-    once; so it is read until there is none, and looked at after each send."""
+    """A socket whose messages go to `take` on the running loop. ZeroMQ signals new messages by the socket's file only
+    once, so the socket is read until it is empty, and checked after each send.
+    """
 
     def __init__(self, kind: int, take: Callable[[list[bytes]], None]):
         self._loop, self._take = asyncio.get_running_loop(), take
@@ -62,7 +63,7 @@ class _LoopSocket:
             self._loop.call_soon(self.read)
 
     def _send(self, parts: list[bytes]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # not there, or its queue is full
+        with contextlib.suppress(zmq.ZMQError):  # the peer is absent, or its queue is full
             self._socket.send_multipart(parts, zmq.NOBLOCK)
         self._look()
 
@@ -73,7 +74,7 @@ class _LoopSocket:
 
 
 class ListeningSocket(_LoopSocket):
-    """The coordinator's. `take`: session and frame of a message. `host`: an address of this node."""
+    """The coordinator's socket. `take`: called with session and frame of a message. `host`: an address of this node."""
 
     def __init__(self, host: str, take: Callable[[str, bytes], None]):
         super().__init__(zmq.ROUTER, self._taken)
@@ -91,7 +92,7 @@ class ListeningSocket(_LoopSocket):
 
 
 class DialledSocket(_LoopSocket):
-    """An engine's, to a coordinator."""
+    """An engine's socket, connected to a coordinator."""
 
     def __init__(self, address: Address, session: str, take: Callable[[bytes], None]):
         super().__init__(zmq.DEALER, lambda parts: take(parts[0]))

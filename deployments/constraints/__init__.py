@@ -1,1 +1,3 @@
-"""Requests' rules for tokens: changed logits, forms of answers, texts that end them; functions of a sample's tokens."""
+"""Rules of requests for tokens: changed logits, forms of answers, stop texts. Each is a function of a sample's
+tokens.
+"""

@@ -1,8 +1,7 @@
 """Forms of answers (JSON schema, regular expression, choice, grammar) as masks of logits, by vLLM's xgrammar backend.
 
-Owns compiled grammars. Invariant: a mask depends on the form and on the answer's tokens alone.
-An answer that the form does not allow, as a replayed one, is not masked any more. Called by `RuleBook` in an engine,
-and by form_check.py.
+Owns compiled grammars. Invariant: a mask depends on the form and on the answer's tokens alone. An answer that the form
+does not allow, such as a replayed one, is no longer masked. Called by `RuleBook` in an engine, and by form_check.py.
 """
 
 import json
@@ -13,7 +12,7 @@ import torch
 
 
 class AnswerForm:
-    """State of one answer. `matcher`: xgrammar's GrammarMatcher at the answer's begin."""
+    """State of one answer. `matcher`: xgrammar's GrammarMatcher at the start of the answer."""
 
     def __init__(self, matcher, bitmask: torch.Tensor):
         self._matcher, self._bitmask = matcher, bitmask
@@ -49,7 +48,9 @@ class AnswerForm:
 
 
 class FormCompiler:
-    """Compiles forms, once each: xgrammar keeps them. `config`: vLLM's, or the part that its xgrammar backend reads."""
+    """Compiles forms, once each: xgrammar caches them. `config`: vLLM's, or the part that its xgrammar backend
+    reads.
+    """
 
     def __init__(self, config, tokenizer, vocabulary: int):
         from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
@@ -58,7 +59,7 @@ class FormCompiler:
 
     @classmethod
     def of_runner(cls, runner) -> "FormCompiler":
-        """`runner`: vLLM's model runner."""
+        """Makes the compiler of a model runner of vLLM."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
         model = runner.vllm_config.model_config
@@ -66,7 +67,7 @@ class FormCompiler:
 
     @classmethod
     def of_folder(cls, model: str) -> "FormCompiler":
-        """Of a model's folder, without its engine."""
+        """Makes the compiler of a model's folder, without its engine."""
         from transformers import AutoConfig
         from vllm.tokenizers import get_tokenizer
 
@@ -79,8 +80,9 @@ class FormCompiler:
         return cls(config, get_tokenizer(model), found.get_text_config().vocab_size)
 
     def start(self, form: dict, stops: list[int]) -> AnswerForm:
-        """Returns the state of an empty answer. `form`: as `StructuredOutputs.model_dump` gives it; `stops`: token ids
-        that may end the answer."""
+        """Returns the state of an empty answer. `form`: as `StructuredOutputs.model_dump` returns it; `stops`: token
+        ids that may end the answer.
+        """
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.structured_output.backend_types import StructuredOutputOptions
         from vllm.v1.structured_output.request import get_structured_output_key

@@ -1,13 +1,13 @@
-"""Bad words as tokens, in vLLM's way: a word is banned at the begin of a text, and after a space.
+"""Bad words as tokens, as vLLM does it: a word is banned at the start of a text, and after a space.
 
-Called by the coordinator and by engines: both refuse the same.
-Formula: vLLM 0.32, `SamplingParams.update_from_tokenizer`.
+Called by the coordinator and by engines, which refuse the same words. Formula: vLLM 0.32,
+`SamplingParams.update_from_tokenizer`.
 """
 
 from collections.abc import Callable, Sequence
 
 MAX_BAD_WORDS = 128
-"""In tokens, both forms of each: vLLM's own bound. Each is looked for at each token."""
+"""Maximum number of token sequences, two forms of each word: vLLM's own limit. Each is checked at each token."""
 
 Encode = Callable[[str], list[int]]
 

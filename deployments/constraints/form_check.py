@@ -1,8 +1,8 @@
-"""Whether an answer can have a form, tried in a process apart: some forms take for ever to compile, or all memory.
+"""Checks in a separate process whether an answer can have a form: some forms compile for ever, or use all memory.
 
 Owns that process, which loads vLLM and the tokenizer at the first form (seconds, 700 MB), and forks for each form; the
-fork has limits. Invariant: whatever a form does there, it is answered in one line. `FormCheck` is called by `Prompts`,
-on threads; `form_refusal` by engines too.
+fork has limits. Invariant: whatever a form does there, the check answers in one line. `FormCheck` is called by
+`Prompts`, on threads; `form_refusal` by engines too.
 """
 
 import contextlib
@@ -20,18 +20,19 @@ from typing import NoReturn
 from tailrace.deployments.messages.sampling import StructuredOutputs
 
 COMPILE_S = 5
-"""Seconds of processor time for one form: as long as vLLM waits for a regular expression. An engine compiles it again,
-and its other samples wait meanwhile."""
+"""Maximum seconds of processor time for one form: as long as vLLM waits for a regular expression. An engine compiles
+the form again, and its other samples wait meanwhile.
+"""
 
 COMPILE_BYTES = 2 << 30
-"""Of memory, for one form."""
+"""Maximum bytes of memory for one form."""
 
 TOO_LARGE = "it takes too long or too much memory to compile; give a smaller one"
 XGRAMMARS_PLACE = re.compile(r"\[[\d:]+\] \S+: ")
-"""Time and line of xgrammar's source in its errors."""
+"""Time and source line that xgrammar puts before its errors."""
 
 MAX_CHARACTERS = 300
-"""Of a reason: some quote the form."""
+"""Maximum number of characters of a reason: some quote the form."""
 
 NO_ANSWER = "it allows no answer"
 
@@ -88,7 +89,7 @@ def form_refusal(form: StructuredOutputs) -> str | None:
 
 
 def main(model: str, compile_s: float) -> None:
-    """Answers a line of JSON for each line, until there are none."""
+    """Answers each line of input with a line of JSON, until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's log goes to standard output
     from tailrace.deployments.constraints.answer_forms import FormCompiler
@@ -101,7 +102,7 @@ def main(model: str, compile_s: float) -> None:
 
 
 def _in_fork(compiler, question: dict, compile_s: float, limit_bytes: int) -> str | None:
-    """Returns the reason of a refusal or None, found by a process that may be ended by its limits."""
+    """Checks a form in a fork, which may be ended by its limits. Returns the reason of a refusal, or None."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -118,7 +119,7 @@ def _answer(compiler, question: dict, compile_s: float, limit_bytes: int, writin
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # xgrammar warns there, again and again
-        signal.setitimer(signal.ITIMER_PROF, compile_s)  # its signal ends a process, wherever it is
+        signal.setitimer(signal.ITIMER_PROF, compile_s)  # its signal ends the process, whatever it does
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.write(writing, json.dumps(_reason(compiler, **question)).encode())

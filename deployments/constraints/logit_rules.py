@@ -1,8 +1,8 @@
-"""Changes of logits that requests ask for: bans, biases, penalties and forms of answers.
+"""Changes of logits that requests specify: bans, biases, penalties and forms of answers.
 
 Invariant: a row's change is a function of the request and of the tokens before the row, drafts included; a row after a
 draft that its request cannot emit is never used. Order and formulas: vLLM 0.32, `v1/sample/sampler.py` and
-`model_executor/layers/utils.py: apply_penalties`. Called by sampler.py; on the device of the logits.
+`model_executor/layers/utils.py: apply_penalties`. Called by sampler.py; runs on the device of the logits.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,8 @@
-"""Whether a model can run a request at all: its context, its tokens, and rules that leave one to draw.
+"""Checks whether a model can run a request at all: its context, its tokens, and whether its rules leave a token to
+draw.
 
-Invariant: coordinator and engines ask the same function, so a request is refused where it arrives.
-Values that fit no field are refused by the messages themselves.
+Invariant: coordinator and engines call the same function, so a request is refused where it arrives. The messages
+themselves refuse values that do not fit their fields.
 """
 
 from collections.abc import Collection, Iterable, Sequence

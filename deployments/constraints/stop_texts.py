@@ -1,19 +1,19 @@
-"""Texts that end a sample: looked for in the answer's last tokens, after each token.
+"""Texts that end a sample, searched for in the answer's last tokens after each token.
 
-Invariant: whether a token ends a sample depends on the answer's tokens up to it alone, not on steps or chunks.
-Called by the engine, and by the coordinator for the text of an answer.
+Invariant: whether a token ends a sample depends only on the answer's tokens up to it, not on steps or chunks. Called by
+the engine, and by the coordinator for the text of an answer.
 """
 
 from collections.abc import Callable, Sequence
 
 SPARE_TOKENS = 4
-"""More than a stop has bytes: the first tokens of the window may lack the begin of a character."""
+"""Number of tokens in the window beyond a stop's bytes: its first tokens may lack the start of a character."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def first_end(tokens: Sequence[int], known: int, stops: Sequence[str], min_tokens: int, decode: Decode) -> int | None:
-    """Returns how many of an answer's tokens there are once one of them completes a stop, or None.
+    """Returns the number of an answer's tokens up to the first that completes a stop, or None.
 
     The first `known` tokens are known to complete none; stops that are complete before `min_tokens` do not count.
     """

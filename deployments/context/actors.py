@@ -1,8 +1,8 @@
-"""The group context's actors: named, detached, one per shard. Coordinator and engines come to them by `ensure_context`.
+"""Actors of the group context: named, detached, one per shard. Coordinator and engines get them by `ensure_context`.
 
-Invariant: they outlive every replica and none outlives the application; an application with another configuration
-has other actors, and ends the former ones. One that dies is started again, with its history on disk. Shard 0 starts and
-ends the others, on its own node, where history may be on a disk; they end with it.
+Invariant: they outlive every replica, and none outlives the application. An application with another configuration has
+other actors, and ends the former ones. An actor that dies is started again, with its history on disk. Shard 0 starts
+and ends the others, on its own node, where history may be on a disk; they end with it.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from tailrace.kvpool.pool import NAMESPACE, application_gone, detached_actor
 
 
 def ensure_context(config: ContextConfig, app_name: str) -> "Shards":
-    """The application's shards, of which those that there always are have been started; does not wait for them.
+    """Returns the application's shards after it has started those of the configured minimum; does not wait for them.
 
-    Started on this node and, while it lives, started again there: history may lie on its disk.
+    They are started on this node, and restarted there while the node lives: history may be on its disk.
     """
     shards = Shards(config, app_name)
     for index in range(config.shards):
@@ -37,7 +37,7 @@ class Shards:
         self._handles: dict[int, ActorHandle] = {}
 
     def at(self, index: int) -> ActorHandle:
-        """The handle of a shard. Raises NoShard."""
+        """Returns the handle of a shard. Raises NoShard."""
         handle = self._handles.get(index)
         if handle is None:
             try:
@@ -47,19 +47,19 @@ class Shards:
         return handle
 
     def start(self, index: int) -> None:
-        """Start a shard on this node, unless it is there."""
+        """Starts a shard on this node, unless it exists."""
         if index not in self._handles:
             actor = detached_actor(ShardActor, self._name(index), soft=True)
             self._handles[index] = actor.remote(self._config, index, self._app_name)
 
     def end(self, index: int) -> None:
-        """End a shard for good, if it is there."""
+        """Ends a shard for good, if it exists."""
         with suppress(NoShard):  # it has ended
             ray.kill(self.at(index), no_restart=True)
         self.lose(index)
 
     def lose(self, index: int) -> None:
-        """Forget the handle of a shard that does not answer: another actor may have its name by now."""
+        """Drops the handle of a shard that does not answer: another actor may have its name by now."""
         self._handles.pop(index, None)
 
     def _name(self, index: int) -> str:

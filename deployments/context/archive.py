@@ -1,8 +1,8 @@
-"""The history of all prompts, or of one shard's: a folder of a fixed number of files, each with its share of prompts.
+"""The history of all prompts, or of one shard's: a folder with a fixed number of files, each with its share of prompts.
 
 Invariant: a prompt's file depends on its key alone, and a file belongs to one shard, whatever their number, see
-`shard_set`; so another number of shards finds all that is there. Files open when first needed. One thread at a time
-calls.
+`shard_set`. Another number of shards therefore finds all that is there. Files open when first needed. Must be called by
+one thread at a time.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,27 +14,27 @@ from tailrace.deployments.context.shard_set import FILES, file_of
 
 
 class Archive:
-    """Bounds and folder are the configuration's; `mine`: numbers of the files that this process works on."""
+    """Limits and folder come from the configuration. `mine`: numbers of the files that this process works on."""
 
     def __init__(self, config: ContextConfig, mine: Collection[int]):
         self._config, self.mine = config, mine
         self._files: dict[int, History] = {}
 
     def of(self, prompt_key: str) -> History:
-        """The file that a prompt is in."""
+        """Returns the file of a prompt."""
         return self._file(file_of(prompt_key))
 
     def files(self) -> Iterator[History]:
-        """This process's, as far as they are there."""
+        """Returns this process's files, as far as they exist."""
         return (self._file(number) for number in self.mine if number in self._files or self._is_there(number))
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """Prompt key and newest group id of a prompt key, group id or prompt id; looks into every file."""
+        """Returns prompt key and newest group id for a prompt key, group id or prompt id; searches every file."""
         found = (file.find(name) for file in self.files())
         return next((one for one in found if one is not None), None)
 
     def release(self, number: int) -> bytes | None:
-        """Close a file. Returns its contents if it is in memory alone, and has any."""
+        """Closes a file. Returns its contents if it is only in memory and has any."""
         if number not in self._files:
             return None
         file = self._files.pop(number)
@@ -43,18 +43,18 @@ class Archive:
         return packed
 
     def adopt(self, number: int, packed: bytes | None) -> None:
-        """Take in the contents that `release` has returned elsewhere."""
+        """Adds the contents that `release` has returned elsewhere."""
         if packed is not None:
             self._file(number).adopt(packed)
 
     @property
     def problem(self) -> str:
-        """Why a file that is open cannot be used; empty: all can."""
+        """Error of an open file that cannot be used; empty if all can be used."""
         return next((file.problem for file in self._files.values() if file.problem), "")
 
     @property
     def nbytes(self) -> int:
-        """Packed bytes in the files that are open."""
+        """Number of packed bytes in the open files."""
         return sum(file.nbytes for file in self._files.values())
 
     def _file(self, number: int) -> History:

@@ -1,4 +1,4 @@
-"""Knobs of the group-context service. Read by its actors, by the engines' feeds and by the coordinator."""
+"""Settings of the group-context service. Read by its actors, by the engines' feeds and by the coordinator."""
 
 from pathlib import PurePosixPath
 
@@ -6,14 +6,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 def plain_folder(path: str | None) -> str | None:
-    """The path of a folder that nodes may share. Raises ValueError if it is relative or leads upwards."""
+    """Returns the path of a folder that nodes may share. Raises ValueError if it is relative or contains `..`."""
     if path is not None and (not path.startswith("/") or ".." in PurePosixPath(path).parts):
         raise ValueError(f"{path!r}: give an absolute path without `..`")
     return path
 
 
 class ContextConfig(BaseModel):
-    """Where tokens of groups in flight and answers of earlier epochs are kept, their bounds, and deadlines."""
+    """Where tokens of groups in flight and answers of earlier epochs are kept; limits and deadlines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,9 +1,9 @@
-"""An engine's side of the group context: tokens of its own samples out, those of mates elsewhere and of history in.
+"""An engine's side of the group context: sends tokens of its own samples, receives those of mates elsewhere and of
+history.
 
-Invariant: the engine never waits. Outgoing tokens are queued, incoming ones are ready to take; one ShardExchange for
-each shard, a thread, transfers both. The caller
-counts its own uses of a group. Called by the engine's stepping thread, and by no
-other.
+Invariant: the engine never waits. Outgoing tokens are queued, and incoming tokens are ready to take. One ShardExchange
+for each shard, a thread, transfers both. The caller counts its own uses of a group. Called only by the engine's
+stepping thread.
 """
 
 from collections import Counter, deque
@@ -20,7 +20,7 @@ from tailrace.kvpool.counts import Counts
 
 
 class ContextClient:
-    """`shards`: see ensure_context. `writer`: this engine's name, which no other engine has or has had."""
+    """`shards`: see ensure_context. `writer`: this engine's name, unique among all engines, past and present."""
 
     def __init__(self, shards: Peers, config: ContextConfig, writer: str):
         self._ready: deque[Fetched] = deque()
@@ -29,35 +29,39 @@ class ContextClient:
         self._held: dict[GroupRef, ShardExchange] = {}
 
     def hold(self, group: GroupRef) -> None:
-        """From now on `take` returns all tokens of this group, known and new, and its history once. Of a group that was
-        at rest it returns only those that are new since then."""
-        if group not in self._held:  # the exchange of one at rest knows how far it was read
+        """Starts to receive a group: `take` then returns all its tokens, known and new, and its history once. For a
+        group that was at rest it returns only the tokens that are new since then.
+        """
+        if group not in self._held:  # for a group at rest the exchange knows how far it was read
             self._held[group] = self._routes.exchange_of(group)
         self._held[group].hold(group)
 
     def rest(self, group: GroupRef) -> None:
-        """No sample of this group runs here now; its tokens taken so far are kept, in case one does again."""
+        """Records that no sample of this group runs here now; its received tokens are kept in case one does again."""
         self._held[group].rest(group)
 
     def release(self, group: GroupRef) -> None:
-        """Forget the tokens taken of this group. Appended tokens are still sent."""
+        """Drops the received tokens of this group. Appended tokens are still sent."""
         self._held.pop(group).release(group)
 
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """A sample of a group that is held has these tokens at answer positions from `start` on; do not change them
-        any more. Microseconds; sent soon."""
+        """Adds tokens of a sample at answer positions from `start` on; the group must be held. The caller must not
+        change them afterwards. Takes microseconds; the tokens are sent soon.
+        """
         self._held[group].append(group, sample_index, start, tokens)
 
     def take(self) -> list[Fetched]:
-        """News since the last call for groups that are held, without the tokens that this engine wrote meanwhile."""
+        """Returns the news since the last call for groups that are held, without the tokens that this engine wrote."""
         taken = [self._ready.popleft() for _ in range(len(self._ready))]
         return [fetched for fetched in taken if fetched.group in self._held]
 
     def counts(self) -> dict[str, int]:
-        """Since the start: tokens sent, fetched and dropped, history, exchanges by duration, failures by cause."""
+        """Returns counts since the start: tokens sent, fetched and dropped, history, exchanges by duration, failures by
+        cause.
+        """
         self._counts.update(self._new.take())
         return dict(sorted(self._counts.items()))
 
     def close(self) -> None:
-        """End the threads; tokens not sent yet are lost."""
+        """Ends the threads; unsent tokens are lost."""
         self._routes.close()

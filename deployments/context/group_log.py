@@ -1,8 +1,8 @@
 """The tokens of one group in flight, in the order in which engines have sent them.
 
-Invariant: a position of a sample is written once, by its first sender, so chunked, moved and raced samples are
-one path, whatever the interleaving. An entry never changes; a cursor is a number of entries, and reading from it on
-loses and repeats nothing. Kept in flat arrays: 4 bytes a token, 20 bytes an entry. Owned by `LiveGroups`.
+Invariant: a position of a sample is written once, by its first sender, so chunked, moved and raced samples give one
+sequence, whatever the interleaving. An entry never changes. A cursor is a number of entries; reading on from it loses
+and repeats nothing. Stored in flat arrays: 4 bytes a token, 20 bytes an entry. Owned by `LiveGroups`.
 """
 
 from array import array
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 COLUMNS = 4
-"""Of an entry: writer, sample index, start, length."""
+"""Number of columns of an entry: writer, sample index, start, length."""
 
 
 class Cursor(NamedTuple):
-    """How far a reader has come: `entries` of the log that was born as `era`; another log is read from its start."""
+    """Position of a reader: `entries` of the log with this `era`; another log is read from its start."""
 
     era: int
     entries: int
@@ -25,13 +25,13 @@ NOWHERE = Cursor(0, 0)
 
 
 NOBODY = -1
-"""The writer of entries that every reader is given."""
+"""Writer of entries that every reader gets."""
 
 NO_ENTRIES, NO_TOKENS = np.empty((0, COLUMNS), np.int32), np.empty(0, np.int32)
 
 
 class GroupLog:
-    """`era`: a positive number that no other log has ever had."""
+    """`era`: a positive number, unique among all logs."""
 
     def __init__(self, era: int):
         self._era = era
@@ -44,10 +44,12 @@ class GroupLog:
         return 4 * (len(self._tokens) + len(self._entries)) + 200 * len(self._runs)
 
     def append(self, writer: int, sample_index: int, start: int, tokens: memoryview) -> None:
-        """Positions [start, start + n) of a sample, int32; known ones are skipped, a gap before them is no error."""
+        """Writes positions [start, start + n) of a sample, int32; known ones are skipped, and a gap before them is no
+        error.
+        """
         runs = self._runs.setdefault(sample_index, [])
         end = start + len(tokens)
-        if runs and runs[-1][0] <= start <= runs[-1][1]:  # it continues at the sample's end, as nearly always
+        if runs and runs[-1][0] <= start <= runs[-1][1]:  # it continues at the sample's end, the usual case
             first, known = runs[-1]
             if end > known:
                 self._write(writer, sample_index, known, tokens[known - start :])
@@ -62,10 +64,11 @@ class GroupLog:
             self._runs[sample_index] = _joined(runs, start, end)
 
     def since(self, cursor: Cursor) -> tuple[np.ndarray, np.ndarray, Cursor]:
-        """The entries after `cursor`, int32[n, COLUMNS], their tokens, in the same order, and the cursor after them.
+        """Returns the entries after `cursor`, int32[n, COLUMNS], their tokens in the same order, and the cursor after
+        them.
 
-        A cursor of another log means a reader's first look. It gets all entries, by NOBODY, so that a reader
-        that leaves out its own entries gets them back. Copies; the cost of a look grows with the new tokens only.
+        A cursor of another log means a reader's first call. It gets all entries, by NOBODY, so that a reader that
+        leaves out its own entries gets them back. Returns copies; the cost grows with the new tokens only.
         """
         reads_on = cursor.era == self._era
         known = cursor.entries if reads_on else 0
@@ -82,7 +85,7 @@ class GroupLog:
         return self._era
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
-        """Every entry, int32[n, COLUMNS], and their tokens, in the same order. Copies."""
+        """Returns every entry, int32[n, COLUMNS], and their tokens in the same order. Returns copies."""
         entries = np.array(self._entries, np.int32).reshape(-1, COLUMNS)
         return entries, np.array(self._tokens, np.int32)
 
@@ -90,7 +93,7 @@ class GroupLog:
         self.finished[sample_index] = length
 
     def reach(self) -> dict[int, int]:
-        """By sample: the position after the last token known."""
+        """Returns the position after the last known token of each sample."""
         return {sample: runs[-1][1] for sample, runs in self._runs.items() if runs}
 
     def _write(self, writer: int, sample_index: int, start: int, tokens: memoryview) -> None:
@@ -99,7 +102,7 @@ class GroupLog:
 
 
 def _joined(runs: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """The runs with [start, end) among them; those that touch become one."""
+    """Adds [start, end) to the runs; runs that touch become one."""
     apart = [run for run in runs if run[1] < start or run[0] > end]
     touched = [run for run in runs if run not in apart]
     whole = (min([start, *(run[0] for run in touched)]), max([end, *(run[1] for run in touched)]))

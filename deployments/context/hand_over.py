@@ -1,8 +1,8 @@
-"""Gives a shard's files that have another owner now to that owner: first their groups in flight, then their history.
+"""Sends a shard's files that now have another owner to that owner: first their groups in flight, then their history.
 
-Invariant: contents on their way are nowhere else in this process, and come back if the other shard does not
-acknowledge it; then it is tried again; so nothing is lost while both processes live. A receiver may get it twice.
-Owned by ContextShard.
+Invariant: contents under way are nowhere else in this process. They come back if the other shard does not acknowledge
+them, and are sent again, so nothing is lost while both processes live. A receiver may get them twice. Owned by
+ContextShard.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from tailrace.deployments.context.shard_set import ShardSet
 from tailrace.deployments.messages.errors import is_own_cancel
 
 ACKNOWLEDGE_S = 60.0
-"""Longest wait for the other shard: Ray may be starting it again."""
+"""Maximum seconds to wait for the other shard: Ray may be restarting it."""
 
 
 class HandOver:
-    """`on_disk`: runs work on the history's thread. `shards`: the present set. `owner`: index of the shard that has a
-    file now, or None if it is this one. `retry_s`: pause after a failure.
+    """`on_disk`: runs work on the history's thread. `shards`: returns the present set. `owner`: returns the index of
+    the shard that now owns a file, or None if it is this one. `retry_s`: pause after a failure.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class HandOver:
         self._live, self._archive, self._on_disk = live, archive, on_disk
         self._set, self._owner = shards, owner
         self._peers, self._counts, self._retry_s = peers, counts, retry_s
-        self.files: Counter[int] = Counter()  # still to hand over, with how often each was added
+        self.files: Counter[int] = Counter()  # still to send, with the number of times that each was added
         self._task: asyncio.Task | None = None
 
     def add(self, files: Iterable[int]) -> None:
-        """Hand these over, soon."""
+        """Queues files that are to be sent."""
         self.files.update(files)
         if self.files and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -54,7 +54,7 @@ class HandOver:
             added = dict(sorted(self.files.items()))
             try:
                 await _all(self._file(file, times) for file, times in added.items())
-            except (Exception, asyncio.CancelledError) as error:  # the other shard is away: it is tried again
+            except (Exception, asyncio.CancelledError) as error:  # the other shard is unreachable: tried again
                 if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                     raise
                 self._counts[f"hand_over_failed.{type(error).__name__}"] += 1
@@ -74,20 +74,20 @@ class HandOver:
         groups = self._live.take_out(file)
         try:
             await self._send(owner, "take_groups", file, groups)
-        except BaseException:  # whatever it was: they are still ours
+        except BaseException:  # after any error they are still ours
             self._live.put_in([group._replace(era=0) for group in groups], asyncio.get_running_loop().time())
             raise
         self._counts["handed_groups"] += len(groups)
         self._counts["handed_bytes"] += sum(map(HandedGroup.nbytes, groups))
 
     async def _history(self, file: int) -> None:
-        """Its file on disk is closed; one in memory travels."""
+        """Sends a file's history: a file on disk is only closed, one in memory is sent."""
         if (owner := self._owner(file)) is None:
             return
         packed = await self._on_disk(lambda: self._archive.release(file))
         try:
             await self._send(owner, "take_history", file, packed)
-        except BaseException:  # whatever it was: it is still ours
+        except BaseException:  # after any error it is still ours
             await self._on_disk(lambda: self._archive.adopt(file, packed))
             raise
         self._counts["handed_files"] += 1
@@ -103,7 +103,7 @@ class HandOver:
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:
-    """Do all of these. Raises the first error, after the last one has ended."""
+    """Awaits all of these. Raises the first error, after the last one has ended."""
     for outcome in await asyncio.gather(*works, return_exceptions=True):
         if outcome is not None:
             raise outcome

@@ -1,9 +1,9 @@
 """Answers of earlier epochs, by prompt, in one SQLite file, which outlives the run.
 
-Invariant: a prompt keeps its newest `epochs` epochs, a file `most_bytes` of packed tokens, oldest epochs going first;
-recording the same answer twice changes nothing. A file that cannot be opened, or is not ours, is left as it is, and
-this process continues in memory; `problem` says so. Later failures raise sqlite3.Error. One thread at a time calls.
-Several of them make an Archive, through which shards and the command line come here.
+Invariant: a prompt keeps its newest `epochs` epochs, and a file `most_bytes` of packed tokens; the oldest epochs are
+deleted first. Recording the same answer twice changes nothing. A file that cannot be opened, or is not ours, is left as
+it is, and this process continues in memory, with the reason in `problem`. Later failures raise sqlite3.Error. Must be
+called by one thread at a time. An Archive holds several; shards and the command line use it.
 """
 
 import sqlite3
@@ -19,16 +19,16 @@ import numpy as np
 from tailrace.deployments.messages.context import PastAnswer
 
 APPLICATION_ID = 0x7461696C
-"""Marks a SQLite file as ours ("tail"), and with it the version of the tables below."""
+"""Marks a SQLite file as ours ("tail"), with the version of the tables below."""
 
 BUSY_S = 10.0
-"""Longest wait for another process (an import) that is writing to the same file."""
+"""Maximum seconds to wait for another process (an import) that writes to the same file."""
 
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse")
-"""Beginnings of their types in Linux's mount table; FUSE serves many shared folders of clouds."""
+"""Prefixes of their types in Linux's mount table; FUSE serves many shared folders of clouds."""
 
 SLACK = 0.9
-"""Share of a full file that is left: making room looks at every row, so it must be seldom."""
+"""Share of a full file that is kept when room is made: that reads every row, so it must be rare."""
 
 TABLES = f"""
 CREATE TABLE IF NOT EXISTS answers (
@@ -66,7 +66,8 @@ DROP_PROMPTS = "DELETE FROM prompts WHERE prompt_key NOT IN (SELECT prompt_key F
 
 class Answer(NamedTuple):
     """A whole answer; `tokens` int32. `finished`: it ended by itself, not at max_tokens. `reward`: None if unknown.
-    `outside_tokens`: number of its tokens that came between its turns; they are no part of its length."""
+    `outside_tokens`: number of its tokens that came between its turns, which do not count for its length.
+    """
 
     sample_index: int
     weights_version: int
@@ -77,7 +78,7 @@ class Answer(NamedTuple):
 
 
 class PastLength(NamedTuple):
-    """How long an answer of an earlier epoch was, and whether it ended by itself."""
+    """Length of an answer of an earlier epoch, and whether it ended by itself."""
 
     epoch: int
     length_tokens: int
@@ -85,7 +86,7 @@ class PastLength(NamedTuple):
 
 
 class EpochView(NamedTuple):
-    """Summary of one prompt and epoch. `mean_reward`: of the answers with a reward."""
+    """Summary of one prompt and epoch. `mean_reward`: mean over the answers with a reward."""
 
     epoch: int
     answers: int
@@ -106,7 +107,7 @@ class Totals(NamedTuple):
 
 
 class History:
-    """`path`: a file, made where absent, or None for memory. Bounds as in ContextConfig."""
+    """`path`: a file, created if absent, or None for memory. Limits as in ContextConfig."""
 
     def __init__(self, path: Path | None, epochs: int, most_bytes: float):
         self._epochs, self._most_bytes = epochs, most_bytes
@@ -118,7 +119,7 @@ class History:
             self._open(None)
 
     def record(self, prompt_key: str, group_id: str, epoch: int, answers: Iterable[Answer]) -> int:
-        """Keep answers of one group; the number of those that were not there yet, or not so."""
+        """Records answers of one group. Returns the number of those that were absent or different before."""
         rows = [_row(prompt_key, group_id, epoch, answer) for answer in answers]
         with self._base:
             before, bytes_before = self._base.total_changes, self._bytes(prompt_key)
@@ -136,28 +137,28 @@ class History:
         return changed
 
     def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> int:
-        """Rewards by sample index of answers that are there; how many those were."""
+        """Records rewards, by sample index, of answers that are present. Returns the number of these answers."""
         rows = [(reward, prompt_key, epoch, index) for index, reward in rewards.items()]
         with self._base:
             tell = "UPDATE answers SET reward = ? WHERE prompt_key = ? AND epoch = ? AND sample_index = ?"
             return self._base.executemany(tell, rows).rowcount
 
     def answers(self, prompt_key: str, but_not_of: str) -> list[PastAnswer]:
-        """Every answer, newest epochs first, except those of one group: the one that asks."""
+        """Returns every answer, newest epochs first, except those of one group: the one that asks."""
         ask = """SELECT epoch, weights_version, reward, tokens FROM answers WHERE prompt_key = ? AND group_id != ?
             ORDER BY epoch DESC, sample_index"""
         rows = self._base.execute(ask, (prompt_key, but_not_of))
         return [PastAnswer(prompt_key, *row, unpack(packed)) for *row, packed in rows]
 
     def lengths(self, prompt_key: str) -> list[PastLength]:
-        """Of every answer, newest epochs first."""
+        """Returns the length of every answer, newest epochs first."""
         ask = """SELECT epoch, length, finished FROM answers WHERE prompt_key = ?
             ORDER BY epoch DESC, sample_index"""
         rows = self._base.execute(ask, (prompt_key,))
         return [PastLength(epoch, length, bool(finished)) for epoch, length, finished in rows]
 
     def epochs(self, prompt_key: str) -> list[EpochView]:
-        """Summaries of a prompt's epochs, newest first."""
+        """Returns the summaries of a prompt's epochs, newest first."""
         ask = """SELECT epoch, count(*), avg(length), avg(reward), sum(bytes) FROM answers WHERE prompt_key = ?
             GROUP BY epoch ORDER BY epoch DESC"""
         return [EpochView(*row) for row in self._base.execute(ask, (prompt_key,))]
@@ -168,13 +169,15 @@ class History:
         return Totals(*self._base.execute(ask).fetchone())
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """Prompt key, and id of the group recorded last, of a prompt by its key, its id, or that group's."""
+        """Finds a prompt by its key, its id, or a group's id. Returns its key, and the id of the group recorded
+        last.
+        """
         ask = """SELECT prompt_key, group_id FROM prompts
             WHERE prompt_key = ?1 OR group_id = ?1 OR substr(group_id, -length(?1) - 1) = '/' || ?1"""
         return self._base.execute(ask, (name,)).fetchone()
 
     def forget(self, prompt_key: str | None = None) -> int:
-        """Forget a prompt, or all; the number of answers there were."""
+        """Deletes the answers of a prompt, or all. Returns their number."""
         where, arguments = ("", ()) if prompt_key is None else (" WHERE prompt_key = ?", (prompt_key,))
         with self._base:
             gone = self._base.execute("DELETE FROM answers" + where, arguments).rowcount
@@ -184,11 +187,11 @@ class History:
         return gone
 
     def packed(self) -> bytes | None:
-        """Everything in it, if it is in memory and not empty; else None."""
+        """Returns the whole content if it is in memory and not empty, else None."""
         return self._base.serialize() if self._in_memory and self.totals().answers else None
 
     def adopt(self, packed: bytes) -> None:
-        """Add the contents of another one; an answer that is here already stays."""
+        """Adds the contents of another history; an answer that is here already stays."""
         with closing(sqlite3.connect(":memory:")) as other, self._base:
             other.deserialize(packed)
             answers = other.execute("SELECT * FROM answers ORDER BY rowid")
@@ -222,7 +225,9 @@ class History:
 
 
 def is_on_network(path: Path, mounts: str | None = None) -> bool:
-    """Whether a file is on a network file system. `mounts`: text of /proc/self/mounts; read from there if None."""
+    """Returns whether a file is on a network file system. `mounts`: text of /proc/self/mounts; read from there if
+    None.
+    """
     if mounts is None:
         table = Path("/proc/self/mounts")
         mounts = table.read_text() if table.is_file() else ""
@@ -238,13 +243,13 @@ def prompt_key(text: str) -> str:
 
 
 def pack(tokens: np.ndarray) -> bytes:
-    """Token ids, two bytes each or four, compressed: about one byte a token of text."""
+    """Packs token ids, two or four bytes each, compressed: about one byte per token of text."""
     width = np.uint16 if len(tokens) == 0 or int(tokens.max()) < 2**16 else np.uint32
     return bytes([np.dtype(width).itemsize]) + zlib.compress(tokens.astype(width).tobytes(), level=1)
 
 
 def unpack(packed: bytes) -> np.ndarray:
-    """Inverse of `pack`; int32."""
+    """Inverse of `pack`; returns int32."""
     return np.frombuffer(zlib.decompress(memoryview(packed)[1:]), f"<u{packed[0]}").astype(np.int32)
 
 

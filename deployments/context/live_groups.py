@@ -1,8 +1,8 @@
 """The groups in flight of one shard: their logs, and the packets between a shard and the engines' context clients.
 
-Invariant: memory is bounded. A group without access for `ttl_s` is forgotten, and beyond `most_bytes` the one
-longest untouched goes first; a reader of a forgotten group starts again from the new log. A plain
-object whose clock is an argument, `now_s`. Called by ContextShard.
+Invariant: memory is bounded. A group without access for `ttl_s` is dropped, and beyond `most_bytes` the least recently
+used group is dropped first. A reader of a dropped group starts again from the new log. A plain object whose clock is an
+argument, `now_s`. Called by ContextShard.
 """
 
 from collections import OrderedDict
@@ -17,15 +17,18 @@ from tailrace.deployments.context.shard_set import file_of
 from tailrace.deployments.messages.context import GroupRef, Piece
 
 COORDINATOR = ""
-"""The writer of answers that are whole."""
+"""Writer of answers that are whole."""
 
 MAX_WRITERS = 4096
-"""Engines whose numbers are kept: eight times the largest cluster. One that is forgotten, and comes back, reads its own
-tokens once more."""
+"""Maximum number of engines whose numbers are kept: eight times the largest cluster. An engine that is dropped and
+comes back reads its own tokens once more.
+"""
 
 
 class Packet(NamedTuple):
-    """Pieces as they travel: row i is (place in `groups`, sample index, start, length), its tokens in that order."""
+    """Pieces as they are sent: row i is (index in `groups`, sample index, start, length), with its tokens in that
+    order.
+    """
 
     groups: list[GroupRef]
     rows: np.ndarray
@@ -39,7 +42,9 @@ class Packet(NamedTuple):
         return cls(list(places), np.array(rows, np.int32).reshape(-1, 4), np.asarray(tokens, np.int32))
 
     def pieces(self) -> Iterator[Piece]:
-        """Their tokens are parts of one array, which is this process's own and may be written to."""
+        """Yields the pieces. Their tokens are parts of one array, which belongs to this process and may be written
+        to.
+        """
         tokens = self.tokens if self.tokens.flags.writeable else self.tokens.copy()
         at = 0
         for place, sample_index, start, length in self.rows.tolist():
@@ -48,15 +53,16 @@ class Packet(NamedTuple):
 
 
 class Want(NamedTuple):
-    """A group that a reader runs, and how far it has read."""
+    """A group that a reader runs, and the position that it has read up to."""
 
     group: GroupRef
     cursor: Cursor
 
 
 class HandedGroup(NamedTuple):
-    """A group on its way to another shard. `rows`: entries of its log, see GroupLog, their writers as places in
-    `writers`, or none. `era`: of the log, so that readers read on; 0: they begin again."""
+    """A group that is sent to another shard. `rows`: entries of its log, see GroupLog, with writers as indexes into
+    `writers`, or none. `era`: era of the log, so that readers continue; 0 makes them begin again.
+    """
 
     group: GroupRef
     era: int
@@ -70,12 +76,12 @@ class HandedGroup(NamedTuple):
 
 
 class LiveGroups:
-    """`first_era`: a positive number above every one that an earlier object under the same name can have used."""
+    """`first_era`: a positive number above all that an earlier object under the same name can have used."""
 
     def __init__(self, ttl_s: float, most_bytes: float, first_era: int):
         self._ttl_s, self._most_bytes, self._era = ttl_s, most_bytes, first_era
-        self._logs: OrderedDict[GroupRef, tuple[GroupLog, float]] = OrderedDict()  # with when each was last touched
-        self._writers: OrderedDict[str, int] = OrderedDict()  # longest silent first
+        self._logs: OrderedDict[GroupRef, tuple[GroupLog, float]] = OrderedDict()  # with the time of the last access
+        self._writers: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._numbers = count()
         self.nbytes = 0
 
@@ -83,7 +89,7 @@ class LiveGroups:
         return len(self._logs)
 
     def append(self, writer: str, packet: Packet, now_s: float) -> None:
-        """Every piece of a packet; see GroupLog.append."""
+        """Appends every piece of a packet; see GroupLog.append."""
         number = self._number(writer)
         logs = [self._touch(group, now_s) for group in packet.groups]
         self.nbytes -= sum(log.nbytes for log in logs)
@@ -95,8 +101,9 @@ class LiveGroups:
         self.sweep(now_s)
 
     def fetch(self, reader: str, wants: list[Want], now_s: float) -> tuple[Packet, list[Cursor]]:
-        """New entries of each group since its cursor, and the cursors after them. `reader` gets nothing that it wrote
-        itself as `writer`, but for a first look."""
+        """Returns the new entries of each group since its cursor, and the cursors after them. `reader` does not get
+        what it wrote itself as `writer`, except on its first call.
+        """
         number = self._number(reader)
         looks = [self._touch(want.group, now_s).since(want.cursor) for want in wants]
         counts = [len(entries) for entries, _, _ in looks]
@@ -110,24 +117,24 @@ class LiveGroups:
         return Packet([want.group for want in wants], *joined), [cursor for _, _, cursor in looks]
 
     def finish(self, group: GroupRef, lengths: dict[int, int], now_s: float) -> None:
-        """These samples have ended, at these lengths in tokens."""
+        """Records that these samples have ended, at these lengths in tokens."""
         log = self._touch(group, now_s)
         for sample_index, length in lengths.items():
             log.finish(sample_index, length)
 
     def forget(self, group: GroupRef) -> None:
-        """Drop a group of which no sample runs any more."""
+        """Drops a group that has no running sample."""
         if group in self._logs:
             self.nbytes -= self._logs.pop(group)[0].nbytes
 
     def take_out(self, file: int) -> list[HandedGroup]:
-        """The groups of a file, see `file_of`; they are here no more."""
+        """Removes and returns the groups of a file, see `file_of`."""
         names = {number: name for name, number in self._writers.items()}
         groups = [group for group in self._logs if file_of(group.prompt_key) == file]
         return [self._take_out(group, names) for group in groups]
 
     def put_in(self, groups: list[HandedGroup], now_s: float) -> None:
-        """Groups that another shard has had. Tokens that are here already stay."""
+        """Adds groups from another shard. Tokens that are here already stay."""
         for handed in groups:
             if handed.era and handed.group not in self._logs:
                 self._logs[handed.group] = GroupLog(handed.era), now_s
@@ -160,7 +167,7 @@ class LiveGroups:
         )
 
     def sweep(self, now_s: float) -> None:
-        """Forget groups beyond the time or memory bound, longest untouched first."""
+        """Drops groups beyond the time or memory limit, least recently used first."""
         while self._logs:
             group, (_, touched_s) = next(iter(self._logs.items()))
             if self.nbytes <= self._most_bytes and touched_s + self._ttl_s > now_s:
@@ -168,14 +175,14 @@ class LiveGroups:
             self.forget(group)
 
     def find(self, name: str) -> tuple[GroupRef, GroupLog] | None:
-        """The youngest group of this group id, prompt id or prompt key."""
+        """Returns the newest group with this group id, prompt id or prompt key."""
         for group in reversed(self._logs):
             if name in (group.group_id, group.prompt_key) or group.group_id.endswith(f"/{name}"):
                 return group, self._logs[group][0]
         return None
 
     def _number(self, name: str) -> int:
-        """The number of a writer or reader, which no other has or has had."""
+        """Returns the number of a writer or reader, unique among all of them."""
         if name not in self._writers:
             self._writers[name] = next(self._numbers)
             if len(self._writers) > MAX_WRITERS:
@@ -194,7 +201,7 @@ class LiveGroups:
 
 
 def _joined(rows: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as in a Packet, and their tokens in that order: sorted, those of a sample that follow each other as one."""
+    """Sorts rows of a Packet, and their tokens with them; consecutive rows of a sample become one."""
     order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
     rows, offsets = rows[order], offsets[order]
     lengths = rows[:, 3]

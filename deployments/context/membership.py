@@ -1,7 +1,7 @@
-"""One shard's view of the set of shards: it follows each newer set that it is shown, and shard 0 makes new ones.
+"""One shard's view of the set of shards. It adopts each newer set that it receives; shard 0 makes new sets.
 
-Invariant: the newest set that any of them knows reaches all that live, by shard 0. A shard that Ray has started again
-begins with the configured set, until it is shown the present one. Owned by ContextShard.
+Invariant: the newest set that any shard knows reaches all live shards, by shard 0. A shard that Ray has restarted
+begins with the configured set, until it receives the present one. Owned by ContextShard.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 START_S = 60.0
-"""Longest wait for the process of a new shard."""
+"""Maximum seconds to wait for the process of a new shard."""
 
 LOOK_S = 5.0
-"""Between two looks of a shard at shard 0; one that is wanted no more ends at the second of them."""
+"""Seconds between two calls of a shard to shard 0; an unwanted shard ends at the second of them."""
 
 
 class NoShard(LookupError):
-    """There is no shard of this index now."""
+    """No shard has this index now."""
 
 
 class Peers(Protocol):
@@ -34,17 +34,17 @@ class Peers(Protocol):
         """Raises NoShard if there is none."""
 
     def start(self, index: int) -> None:
-        """Start one, if it is not there."""
+        """Starts a shard, if it does not exist."""
 
     def end(self, index: int) -> None:
-        """End one for good, if it is there."""
+        """Ends a shard for good, if it exists."""
 
     def lose(self, index: int) -> None:
-        """A call found this one gone: look for it again when it is next needed."""
+        """Drops the handle of a shard that a call found gone; it is looked up again when next needed."""
 
 
 class Membership:
-    """`index`: of this shard. `peers`: None if there are none. `follow`: called with each new set."""
+    """`index`: index of this shard. `peers`: None if there are none. `follow`: called with each new set."""
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class Membership:
         self.set = ShardSet(0, config.shards)
 
     def learn(self, shards: ShardSet) -> ShardSet:
-        """Follow a set that is newer than this shard's. Returns the newer of the two."""
+        """Adopts a set that is newer than this shard's. Returns the newer of the two."""
         if shards > self.set:
             self.set = shards
             self._follow(shards)
         return self.set
 
     async def resize(self, shards: int, known: ShardSet) -> ShardSet:
-        """Shard 0: have this number of shards, or the configured minimum. Returns the set.
+        """Shard 0: changes the number of shards, at least to the configured minimum. Returns the set.
 
-        It is the former one if a new shard does not start.
+        Returns the former set if a new shard does not start.
 
-        `known`: the caller's, which may be newer after a restart of this shard.
+        `known`: the caller's set, which may be newer after a restart of this shard.
         """
         async with self._resizing:
             self.learn(known)
@@ -88,13 +88,13 @@ class Membership:
             return self.set
 
     def retire(self, index: int) -> None:
-        """Shard 0: end a shard that has handed everything over, if it is still not wanted."""
+        """Shard 0: ends a shard that has handed everything over, if it is still not wanted."""
         if index >= self.set.shards and not self._resizing.locked():
             self._peers.end(index)
             self._counts["ended_shards"] += 1
 
     async def look(self, is_empty: Callable[[], bool]) -> None:
-        """Exchange sets with shard 0, which ends this shard once it is not wanted and has handed over.
+        """Exchanges sets with shard 0, which ends this shard once it is not wanted and has handed over its files.
 
         Returns when shard 0 has ended for good.
         """
@@ -118,11 +118,11 @@ class Membership:
         return answer is not None
 
     async def _call(self, index: int, method: str, *arguments, seconds: float):
-        """Another shard's answer; None, counted by cause, if there is none in time."""
+        """Returns another shard's answer, or None, counted by cause, if it does not come in time."""
         try:
             call = getattr(self._peers.at(index), method).remote(*arguments)
             return await asyncio.wait_for(_answer(call), seconds)
-        except (Exception, asyncio.CancelledError) as error:  # the other shard is away: it is asked again
+        except (Exception, asyncio.CancelledError) as error:  # the other shard is unreachable: asked again
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise
             self._counts[f"{method}_failed.{type(error).__name__}"] += 1

@@ -1,7 +1,7 @@
-"""Which thread of an engine's process speaks for each group: that of its shard, in the newest set known here.
+"""Which exchange thread of an engine's process serves each group: that of its shard, in the newest set known here.
 
-Invariant: a set is only replaced by a newer one; an exchange is made when its shard is first needed, and lasts.
-Owned by ContextClient; the engine's thread and those of the exchanges call.
+Invariant: a set is only replaced by a newer one. An exchange is created when its shard is first needed, and stays.
+Owned by ContextClient; called by the engine's thread and those of the exchanges.
 """
 
 import threading
@@ -16,7 +16,7 @@ from tailrace.kvpool.counts import Counts
 
 
 class Routes:
-    """Arguments as of ShardExchange."""
+    """Arguments as for ShardExchange."""
 
     def __init__(
         self, shards: Peers, config: ContextConfig, writer: str, deliver: Callable[[Fetched], None], counts: Counts
@@ -28,12 +28,12 @@ class Routes:
         self._lock, self._closed = threading.Lock(), False
 
     def learn(self, shards: ShardSet) -> None:
-        """Use this set, if it is newer."""
+        """Adopts this set, if it is newer."""
         with self._lock:
             self.set = max(self.set, shards)
 
     def exchange_of(self, group: GroupRef, shards: ShardSet | None = None) -> ShardExchange:
-        """The exchange that speaks for a group, in the newest set or in this one."""
+        """Returns the exchange that serves a group, in the newest set or in `shards`."""
         with self._lock:
             index = shard_of(group.prompt_key, (shards or self.set).shards)
             if index not in self._exchanges:
@@ -43,7 +43,7 @@ class Routes:
             return self._exchanges[index]
 
     def close(self) -> None:
-        """End the threads."""
+        """Ends the threads."""
         with self._lock:
             self._closed, exchanges = True, list(self._exchanges.values())
         for exchange in exchanges:

@@ -1,8 +1,8 @@
-"""The coordinator's side of the group context: past lengths in; ended samples, groups and rewards out.
+"""The coordinator's side of the group context: asks for past lengths; sends ended samples, groups and rewards.
 
-Invariant: nothing here delays or fails a rollout. Questions have a deadline and otherwise no answer; what is told is
-sent and not waited for, and counted. A call about a prompt that has another shard by now is made again there. Called by
-the coordinator, on its event loop.
+Invariant: nothing here delays or fails a rollout. Requests have a deadline, and no answer after it. Messages are sent
+without waiting, and counted. A call about a prompt that now has another shard is repeated there. Called by the
+coordinator, on its event loop.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.errors import is_own_cancel
 
 CALL_S = 10.0
-"""Longest wait for an actor's answer; after it the actor counts as away."""
+"""Maximum seconds to wait for an actor's answer; after that the actor counts as unreachable."""
 
 RESIZE_S = 70.0
-"""Longest wait for another number of shards, processes that start included."""
+"""Maximum seconds to wait for a change of the number of shards, start of processes included."""
 
 FOLLOW_S = 5.0
-"""Between two looks at how many shards the engines need."""
+"""Seconds between two checks of the number of shards that the engines need."""
 
 ASK_S = 30.0
-"""Between two calls to shard 0 where no more than the configured minimum is wanted."""
+"""Seconds between two calls to shard 0 while no more than the configured minimum is wanted."""
 
 
 class ContextService:
@@ -43,7 +43,7 @@ class ContextService:
         self._told: set[asyncio.Task] = set()
 
     async def lengths(self, prompt_keys: Iterable[str]) -> dict[str, list[PastLength]]:
-        """Past lengths of prompts that have any, newest epochs first; {} when the answer is late."""
+        """Returns past lengths of prompts that have any, newest epochs first; {} when the answer is late."""
         parts = self._by_shard(dict.fromkeys(prompt_keys))
         asked = (
             self._within(self._config.lengths_deadline_s, "lengths", self._lengths(*part)) for part in parts.items()
@@ -51,36 +51,40 @@ class ContextService:
         return {key: lengths for answer in await asyncio.gather(*asked) for key, lengths in (answer or {}).items()}
 
     def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
-        """These samples have ended, whole: for mates that still run, and for later epochs. Once is enough."""
+        """Sends whole samples that have ended, for mates that still run and for later epochs. Once is enough."""
         self._tell("finish", group.prompt_key, group, epoch, answers)
 
     def end(self, group: GroupRef) -> None:
-        """The group is over: no sample of it runs any more."""
+        """Records the end of a group: no sample of it runs any more."""
         self._tell("end", group.prompt_key, group)
 
     def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
-        """Rewards of answers that have been finished before, by sample index."""
+        """Sends rewards, by sample index, of answers that were sent by `finish`."""
         self._tell("reward", prompt_key, prompt_key, epoch, rewards)
 
     async def forget_history(self) -> int:
-        """Every answer of earlier epochs, on disk too; the number there were."""
-        async with self._resizing:  # or a file on its way would be nowhere
+        """Deletes every answer of earlier epochs, also on disk. Returns their number."""
+        async with self._resizing:  # else a file under way would be missed
             known = await self._within(CALL_S, "learn", self._ask(0, "learn", self._set))
             self._set = max(self._set, known or self._set)
             await self._ask_all("learn", self._set)
             return sum(await self._ask_all("forget_history"))
 
     async def inspect(self, name: str) -> dict | None:
-        """Contents of a group id, prompt id or prompt key, see ContextShard.inspect, or None if unknown."""
+        """Returns the contents of a group id, prompt id or prompt key, see ContextShard.inspect, or None if unknown."""
         known = await self._ask_all("inspect", name)
         return max(known, key=lambda answer: len(answer["samples"]), default=None)
 
     def counts(self) -> dict[str, int]:
-        """Calls by `METHOD`, and those that failed by `METHOD_failed.CAUSE`; `shards`: their present number."""
+        """Number of calls by `METHOD`, and of failed ones by `METHOD_failed.CAUSE`; `shards`: the present number of
+        shards.
+        """
         return {**self._counts, "shards": self._set.shards}
 
     async def follow(self, busy_replicas: Callable[[], int]) -> None:
-        """Have as many shards as the engines need, for ever. `busy_replicas`: number of those that run samples now."""
+        """Keeps as many shards as the engines need. Never returns. `busy_replicas`: returns the number of replicas that
+        run samples.
+        """
         now, count, due_s = asyncio.get_running_loop().time, ShardCount(self._config), 0.0
         while True:
             wanted = count.next(busy_replicas(), now())
@@ -114,12 +118,12 @@ class ContextService:
         task.add_done_callback(self._told.discard)
 
     async def _ask_all(self, method: str, *arguments) -> list:
-        """The answers of all shards, without those that are late, failed or None."""
+        """Returns the answers of all shards, without those that are late, failed or None."""
         asked = (self._within(CALL_S, method, self._ask(i, method, *arguments)) for i in range(self._set.shards))
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
     async def _ask_owner(self, prompt_key: str, method: str, *arguments):
-        """The answer of the shard that the prompt has, at the end of a change too."""
+        """Returns the answer of the shard that owns the prompt, also after a change of the set."""
         while True:
             answer = await self._ask(shard_of(prompt_key, self._set.shards), method, *arguments)
             if not isinstance(answer, Moved):
@@ -127,7 +131,7 @@ class ContextService:
             self._counts["moved"] += 1
 
     async def _ask(self, index: int, method: str, *arguments):
-        """A shard's answer; Moved, once both sides know the newer set, or a while after the shard was gone."""
+        """Returns a shard's answer; Moved, once both sides know the newer set, or a while after the shard was gone."""
         try:
             answer = await _answer(getattr(self._shards.at(index), method).remote(*arguments))
         except (NoShard, RayActorError):
@@ -144,7 +148,7 @@ class ContextService:
         return answer
 
     async def _within(self, seconds: float, what: str, work: Awaitable):
-        """The answer; None, counted by cause, when there is none in time."""
+        """Returns the answer, or None, counted by cause, if it does not come in time."""
         self._counts[what] += 1
         try:
             return await asyncio.wait_for(work, seconds)

@@ -1,10 +1,10 @@
-"""One shard of the group context: its prompts' groups in flight, and their history on disk.
+"""One shard of the group context: the groups in flight of its prompts, and their history on disk.
 
-Invariant: `exchange`, called by engines while they decode, never waits for the disk, which has a thread of its
-own; a history that fails costs drafts, is counted and reported in `status`, and is never an error of a caller. Every
-operation may be done twice. One about a prompt of another shard is answered with `Moved` and must be asked there. Files
-that are not its own in a new set of shards, see `Membership`, are handed over.
-Knows no Ray: deployments/context/actors.py makes it an actor.
+Invariant: `exchange`, called by engines while they decode, never waits for the disk, which has its own thread. A
+history that fails costs drafts, is counted and reported in `status`, and is never an error of a caller. Every operation
+may be repeated. An operation on a prompt of another shard is answered with `Moved` and must be repeated there. Files
+that the shard does not own in a new set, see `Membership`, are handed over. Knows no Ray: deployments/context/actors.py
+makes it an actor.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ T = TypeVar("T")
 
 
 class ContextShard:
-    """`index`: which shard it is. `peers`: None if there will be no others. Make it where an event loop runs."""
+    """`index`: index of this shard. `peers`: None if there will be no others. Must be created where an event loop
+    runs.
+    """
 
     def __init__(self, config: ContextConfig, index: int, peers: Peers | None = None):
         self._config, self._index = config, index
@@ -58,9 +60,10 @@ class ContextShard:
         )
 
     async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]] | Moved:
-        """Return the tokens of others since its cursors in the groups an engine runs, and take its samples' tokens.
+        """Returns the tokens of others since the cursors, for the groups that an engine runs, and takes its samples'
+        tokens.
 
-        In this order, so that a first look, which returns all tokens, does not return those it brings.
+        It does so in this order, so that a first call, which returns all tokens, does not return those that it brings.
         """
         if not await self._owns(self._groups_due, {*packet.groups, *(want.group for want in wants)}):
             return Moved(self._members.set)
@@ -72,13 +75,13 @@ class ContextShard:
         return news, cursors
 
     async def past(self, groups: list[GroupRef]) -> list[list[PastAnswer]] | Moved:
-        """Each group's history, newest epochs first; answers of this very group are left out."""
+        """Returns each group's history, newest epochs first, without the answers of this group itself."""
         if not await self._owns(self._files_due, groups):
             return Moved(self._members.set)
         return await self._on_disk(partial(self._past, groups), [[] for _ in groups])
 
     async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> Moved | None:
-        """These samples of a group have ended: mates see them whole, later epochs find them."""
+        """Records samples of a group that have ended: mates get them whole, later epochs find them."""
         if not await self._owns(self._groups_due, [group]):
             return Moved(self._members.set)
         pieces = [Piece(group, answer.sample_index, 0, answer.tokens) for answer in answers]
@@ -91,33 +94,33 @@ class ContextShard:
         self._counts["recorded_answers"] += await self._on_disk(record, 0)
 
     async def end(self, group: GroupRef) -> Moved | None:
-        """No sample of this group runs any more; tokens that engines still bring of it are dropped with the rest."""
+        """Drops a group without running samples; tokens that engines still send for it are dropped with it."""
         await asyncio.sleep(self._late_s)
         if not await self._owns(self._groups_due, [group]):
             return Moved(self._members.set)
         self._live.forget(group)
 
     async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> Moved | None:
-        """Rewards of recorded answers, by sample index; of others they are forgotten."""
+        """Records rewards of recorded answers, by sample index; other rewards are ignored."""
         if not await self._owns(self._files_due, [GroupRef("", prompt_key)]):
             return Moved(self._members.set)
         tell = partial(self._tell, prompt_key, epoch, rewards)
         self._counts["rewarded_answers"] += await self._on_disk(tell, 0)
 
     async def forget_history(self) -> int:
-        """Every answer of earlier epochs that this shard keeps, on disk too; the number there were."""
+        """Deletes every answer of earlier epochs that this shard keeps, also on disk. Returns their number."""
         await self._files_due.wait(self._archive.mine)
         return await self._on_disk(lambda: sum(file.forget() for file in self._archive.files()), 0)
 
     async def lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]] | Moved:
-        """Past lengths of each prompt, newest epochs first; prompts without are left out."""
+        """Returns past lengths of each prompt, newest epochs first; prompts without any are left out."""
         if not await self._owns(self._files_due, [GroupRef("", key) for key in prompt_keys]):
             return Moved(self._members.set)
         found = await self._on_disk(partial(self._lengths, prompt_keys), {})
         return {key: lengths for key, lengths in found.items() if lengths}
 
     async def inspect(self, name: str) -> dict | None:
-        """Samples and history of a group id, prompt id or prompt key as plain data, or None if unknown."""
+        """Returns samples and history of a group id, prompt id or prompt key as plain data, or None if unknown."""
         live = self._live.find(name)
         past = await self._on_disk(partial(self._archive.find, name), None) if live is None else None
         if live is None and past is None:
@@ -133,7 +136,7 @@ class ContextShard:
         return group._asdict() | {"samples": samples, "history": past_epochs, "problem": self._problem}
 
     async def status(self) -> dict:
-        """Groups and bytes held, processor time used, counts, and the reason if history does not work."""
+        """Returns groups and bytes held, processor time used, counts, and the error if history does not work."""
         self._live.sweep(self._now())
         return {
             "pid": os.getpid(),
@@ -155,26 +158,28 @@ class ContextShard:
         return self._members.learn(shards)
 
     async def resize(self, shards: int, known: ShardSet) -> ShardSet:
-        """See Membership; of shard 0."""
+        """See Membership; called on shard 0."""
         return await self._members.resize(shards, known)
 
     async def retire(self, index: int) -> None:
-        """See Membership; of shard 0."""
+        """See Membership; called on shard 0."""
         self._members.retire(index)
 
     async def look(self) -> None:
-        """See Membership; of every other shard."""
+        """See Membership; called on every other shard."""
         await self._members.look(lambda: not self._leaving.files)
 
     async def take_groups(self, shards: ShardSet, file: int, groups: list[HandedGroup]) -> None:
-        """All groups in flight of a file, from the shard that has had it. `shards`: the set in which it is not."""
+        """Takes all groups in flight of a file from its former shard. `shards`: the set in which that shard does not
+        own it.
+        """
         self._members.learn(shards)
         self._live.put_in(groups, self._now())
         self._groups_due.arrived(file)
         self._pass(file)
 
     async def take_history(self, shards: ShardSet, file: int, packed: bytes | None) -> None:
-        """The history of a file, from the shard that has had it; None if it is empty or on disk."""
+        """Takes the history of a file from its former shard; None if it is empty or on disk."""
         self._members.learn(shards)
         await self._in_thread(lambda: self._archive.adopt(file, packed))
         self._files_due.arrived(file)
@@ -190,7 +195,7 @@ class ContextShard:
         self._leaving.add(before - mine)
 
     def _pass(self, file: int) -> None:
-        """A file that came here late, after it had become another one's."""
+        """Passes on a file that arrived late, after another shard had become its owner."""
         if file not in self._archive.mine:
             self._leaving.add([file])
 
@@ -199,7 +204,7 @@ class ContextShard:
         return None if index == self._index else index
 
     async def _owns(self, due: Arrivals, groups: Iterable[GroupRef]) -> bool:
-        """Whether all of these are this shard's; returns once their contents have come."""
+        """Returns whether this shard owns all of these; waits until their contents have arrived."""
         files = {file_of(group.prompt_key) for group in groups}
         if due and files <= self._archive.mine:
             await due.wait(files)
@@ -221,7 +226,7 @@ class ContextShard:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     def _note(self, problem: str) -> None:
-        """Log a problem once, in one line."""
+        """Logs a problem once, in one line."""
         if problem and problem != self._problem:
             logging.getLogger(__name__).warning(problem)
             self._problem = problem

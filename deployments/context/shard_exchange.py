@@ -1,10 +1,10 @@
 """One thread of an engine's process that exchanges tokens with one shard.
 
-Invariant: one exchange at a time, each with a deadline; whatever goes wrong costs drafts, is counted by cause, and is
-tried again after a pause. Unsent tokens are bounded, the oldest go first. Sending twice is harmless, so tokens
-that may not have arrived are sent again. A group that has another shard by now is passed to the exchange with that one,
-with how far it was read and its unsent tokens. Ray is imported by the thread: an engine by itself runs without it.
-Made by Routes.
+Invariant: one exchange runs at a time, each with a deadline. Any failure costs drafts, is counted by cause, and is
+retried after a pause. Unsent tokens are bounded; the oldest are dropped first. Sending twice is harmless, so tokens
+that may not have arrived are sent again. A group that now has another shard is passed to the exchange with that one,
+with its cursor and its unsent tokens. Ray is imported by the thread: an engine by itself runs without it. Created by
+Routes.
 """
 
 import threading
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from tailrace.deployments.context.routes import Routes
 
 IDLE_S = 1.0
-"""Between looks while there is nothing to ask or to say; a group that is held ends it at once."""
+"""Seconds between rounds while there is nothing to fetch or send; holding a group ends the pause at once."""
 
 
 class Passed(NamedTuple):
-    """A group on its way to another exchange. Cursors are None where it is not wanted or not at rest."""
+    """A group that is passed to another exchange. Cursors are None if the group is not wanted or not at rest."""
 
     wanted: Cursor | None
     resting: Cursor | None
@@ -42,7 +42,7 @@ class Passed(NamedTuple):
 
 
 class ShardExchange:
-    """Its own thread calls `deliver`; the engine's thread calls the methods. See ContextClient for their meaning."""
+    """Its own thread calls `deliver`; the engine's thread calls the methods. See ContextClient for what they do."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class ShardExchange:
         self._deliver, self._counts = deliver, counts
         self._said: deque[tuple] = deque()  # (group, "hold", "rest", "release" or Passed) or a Piece
         self._wake, self._closed = threading.Event(), threading.Event()
-        # The rest is the thread's own.
-        self._set = routes.set  # that all groups below are in
+        # The fields below belong to the thread.
+        self._set = routes.set  # the set in which the groups below are
         self._wants: dict[GroupRef, Cursor] = {}
         self._resting: dict[GroupRef, Cursor] = {}
-        self._due_s = 0.0  # when the next exchange takes place, however little there is to say
+        self._due_s = 0.0  # time of the next exchange, however little there is to send
         self._new_groups: list[GroupRef] = []
-        self._past: tuple[ObjectRef, list[GroupRef]] | None = None  # a question for history that is under way
+        self._past: tuple[ObjectRef, list[GroupRef]] | None = None  # a request for history under way
         self._unsent: list[Piece] = []
         self._thread = threading.Thread(target=self._run, name="shard-exchange", daemon=True)
         self._thread.start()
@@ -82,7 +82,7 @@ class ShardExchange:
         self._said.append((group, sample_index, start, tokens))
 
     def accept(self, group: GroupRef, said: tuple) -> None:
-        """Take a group from another exchange, or calls about it that came there."""
+        """Takes a group from another exchange, or calls about it that arrived there."""
         self._said.append((group, *said))
         self._wake.set()
 
@@ -119,7 +119,7 @@ class ShardExchange:
         return True
 
     def _find(self) -> None:
-        """The shard is gone: ask shard 0 for the present set."""
+        """Asks shard 0 for the present set, because this shard is gone."""
         import ray
 
         self._routes.shards.lose(self._index)
@@ -127,7 +127,9 @@ class ShardExchange:
         self._routes.learn(ray.get(call, timeout=self._config.deadline_s))
 
     def _meet(self, shards: ShardSet) -> None:
-        """The shard no longer owns one of the groups. Whichever side has the older map adopts the newer one."""
+        """Adopts the newer set, or sends it: the shard no longer owns one of the groups, so one of both sides has an
+        older set.
+        """
         self._counts.add("moved")
         self._routes.learn(shards)
         if shards < self._routes.set:
@@ -137,7 +139,7 @@ class ShardExchange:
         return self._routes.shards.at(self._index)
 
     def _pass_on(self) -> None:
-        """Give groups that have another shard in a new set to its exchange."""
+        """Passes groups that have another shard in a new set to its exchange."""
         if self._set == self._routes.set:
             return
         self._set = self._routes.set
@@ -152,12 +154,12 @@ class ShardExchange:
         self._new_groups = [group for group in self._new_groups if group not in moved]
 
     def _other(self, group: GroupRef) -> "ShardExchange | None":
-        """The exchange that has a group in this one's set, unless it is this one."""
+        """Returns the exchange that serves a group in this one's set, or None if it is this one."""
         exchange = self._routes.exchange_of(group, self._set)
         return None if exchange is self else exchange
 
     def _listen(self) -> None:
-        """Take in the engine's calls since the last time."""
+        """Processes the engine's calls since the last time."""
         for _ in range(len(self._said)):
             group, *said = self._said.popleft()
             if self._other(group) is not None:
@@ -194,7 +196,7 @@ class ShardExchange:
         self._due_s = 0.0
 
     def _exchange(self) -> None:
-        """One round with the shard, if there is enough to say, or time to ask."""
+        """Runs one round with the shard, if enough is to be sent, or it is time to fetch."""
         import ray
 
         began_s = time.monotonic()
@@ -223,7 +225,9 @@ class ShardExchange:
             self._deliver(Fetched(group, pieces, []))
 
     def _ask_past(self) -> None:
-        """Ask for the history of new groups, and deliver those that came; an actor that restarts is asked again."""
+        """Requests the history of new groups, and delivers histories that have arrived; an actor that restarts is asked
+        again.
+        """
         import ray
         from ray.exceptions import RayActorError
 
@@ -249,13 +253,13 @@ class ShardExchange:
                 self._deliver(Fetched(group, [], own))
 
     def _ask_again(self, groups: Iterable[GroupRef]) -> None:
-        """One that has moved is passed on with the question."""
+        """Requests history again; a group that has moved is passed on with the request."""
         for group in groups:
             self.accept(group, ("past",))
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Those of one sample that follow each other become one; int32."""
+    """Joins consecutive pieces of one sample; int32."""
     runs: dict[tuple[GroupRef, int], list[tuple[int, list[np.ndarray]]]] = {}
     ends: dict[tuple[GroupRef, int], int] = {}
     for group, sample_index, start, tokens in pieces:
@@ -268,7 +272,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def _within(pieces: list[Piece], most_tokens: int, counts: Counts) -> list[Piece]:
-    """The newest pieces, with a total of `most_tokens` or fewer."""
+    """Returns the newest pieces, with `most_tokens` or fewer in total."""
     left = sum(len(piece.tokens) for piece in pieces) - most_tokens
     first = 0
     while left > 0:

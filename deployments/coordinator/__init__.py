@@ -1,1 +1,1 @@
-"""The coordinator: the only ingress, a live shell around `RolloutCore`."""
+"""The coordinator: the only ingress. It feeds events to `RolloutCore` and performs its actions."""

@@ -1,7 +1,8 @@
-"""Loads and unloads of adapters on all replicas, by a driver's call.
+"""Loads adapters on all replicas, and unloads them, at a driver's call.
 
-Invariant: a name gets a content only after every replica that is up has loaded it, and all of them read the same.
-One that starts later loads it with the first chunk that wants it. Used by `Rollouts`.
+Invariant: an adapter's name refers to a content only after every replica that is up has loaded that content, and all of
+them have read the same one. A replica that starts later loads it with the first chunk that needs it. Used by
+`Rollouts`.
 """
 
 import asyncio
@@ -31,12 +32,11 @@ class AdapterLoads:
         self.book = AdapterBook()
         self._alone = asyncio.Lock()
         self._is_first = True
-        self.read = adapter_digest  # of a folder, where no replica is up that could
+        self.read = adapter_digest  # reads a folder when no replica is up to do it
 
     def observe(self, reports: Collection[EngineStats]) -> list[Coroutine]:
-        """Takes the first reports of replicas: an earlier coordinator may have named adapters.
-
-        Returns calls to make.
+        """Takes the first reports of replicas: an earlier coordinator may have named adapters. Returns calls to
+        make.
         """
         if not self._is_first or not reports:
             return []
@@ -45,7 +45,9 @@ class AdapterLoads:
         return [self._notify(NameAdapter(adapter)) for adapter in raised]
 
     async def load(self, name: str, path: str) -> Adapter | Rejected:
-        """Has every replica load a folder, under a name from now on. The same content again changes nothing."""
+        """Has every replica load a folder, then binds `name` to its content. Loading the same content again changes
+        nothing.
+        """
         if (reason := self._invalid(name, path)) is not None:
             return Rejected(reason=reason)
         async with self._alone:
@@ -63,7 +65,7 @@ class AdapterLoads:
             return adapter
 
     async def unload(self, name: str) -> Rejected | None:
-        """Forgets a name. Samples in flight with its content continue."""
+        """Unbinds a name. Samples in flight with its content continue."""
         async with self._alone:
             if self.book.get(name) is None:
                 return Rejected(reason=f"adapter {name!r} is not loaded", by=RejectedBy.ADAPTER)

@@ -1,8 +1,9 @@
-"""Admission of batches and samples: while the service is paused, or a change of its core is due, they wait.
+"""Admission of batches and samples: they wait while the service is paused, or while a change of its core is due.
 
-A pause is one that trainers ask for around an update: no chunk starts until it is resumed. Invariant: a pause changes
-no token. Samples in flight keep theirs, and continue with the next one. To the core a paused replica holds other
-weights, so it starts nothing there, and every other law holds. A new coordinator is not paused. Owned by `Rollouts`.
+A trainer may pause the service around an update: no chunk starts until it is resumed. Invariant: a pause changes no
+token. Samples in flight keep their tokens and continue with the next one. The core sees a paused replica as one that
+holds other weights, so it starts nothing there, and every other law holds. A new coordinator is not paused. Owned by
+`Rollouts`.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from tailrace.policies.protocol.actions import AbortChunk
 
 
 class PauseMode(StrEnum):
-    """The fate of samples in flight, as in vLLM's `/pause`."""
+    """Treatment of samples in flight at a pause, as in vLLM's `/pause`."""
 
-    KEEP = "keep"  # they wait
-    WAIT = "wait"  # they end first; samples that come meanwhile wait outside of the core
-    ABORT = "abort"  # they end with their tokens so far
+    KEEP = "keep"  # samples in flight wait
+    WAIT = "wait"  # samples in flight end first; new samples wait outside the core
+    ABORT = "abort"  # samples in flight end with their tokens so far
 
 
 class Admission:
@@ -42,13 +43,13 @@ class Admission:
     ):
         self._loop, self._core_holder, self._registry, self._weights = loop, core_holder, registry, weights
         self._batches, self._runner, self._cancel_all = batches, runner, cancel_all
-        self._draining = False  # samples in flight end, and new ones wait
+        self._draining = False  # True while samples in flight end and new ones wait
         self._waiting: list[str] = []
         self._changed = asyncio.Event()
 
     @property
     def held(self) -> bool:
-        """Whether no chunk starts."""
+        """True while no chunk may start."""
         return self._weights.held
 
     @property
@@ -57,21 +58,21 @@ class Admission:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Batches that wait to be admitted, by their ids."""
+        """Ids of the batches that wait to be admitted."""
         return tuple(self._waiting)
 
-    # ---- who may come ------------------------------------------------------------------------------
+    # ---- admission -------------------------------------------------------------------------------
 
     async def refusal(self, message: BatchSettings) -> Rejected | None:
-        """Why a batch cannot run under the present weights, or None."""
-        await self._loop.looked.wait()  # a coordinator that has just begun does not know its replicas' weights yet
+        """Returns Rejected if a batch cannot run under the present weights, else None."""
+        await self._loop.looked.wait()  # a new coordinator does not know its replicas' weights yet
         return self._weights.refusal(message)
 
     async def admitted(self, batch_id: str, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a change that is due has been made: the batches before it end, and no other one begins meanwhile.
-        So with a pause that waits for the batches in flight.
+        """Waits until a change of the core that is due has been made: the batches before it end, and no other batch
+        begins meanwhile. A pause with mode `wait` holds new batches in the same way.
 
-        `at_once`: whether it need not wait, as more groups of a batch that runs.
+        `at_once`: returns whether the batch need not wait, for example because it adds groups to one that runs.
         """
         while ((self._core_holder.due and self._batches) or self._draining) and not at_once():
             self._waiting.append(batch_id)
@@ -82,7 +83,7 @@ class Admission:
                 self._waiting.remove(batch_id)
 
     def exchange_core(self) -> None:
-        """Make the change that is due, if no batch is in flight."""
+        """Makes the change of the core that is due, if no batch is in flight."""
         self._core_holder.expire_journal(self._loop.now())
         if not self._batches:
             self._core_holder.exchange(self._registry.joined.values())
@@ -91,7 +92,7 @@ class Admission:
     # ---- pauses ------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns once no chunk runs, or at a resume. Of two pauses the newer one counts."""
+        """Pauses the service. Returns once no chunk runs, or at a resume. The newer of two pauses wins."""
         self._draining = mode is PauseMode.WAIT
         while self._draining and self._in_flight():
             await self._loop.turn()
@@ -111,7 +112,7 @@ class Admission:
 
     async def _stop_chunks(self) -> None:
         stopped: set[str] = set()
-        await self._loop.turn()  # one that was under way may have started chunks
+        await self._loop.turn()  # a turn that was under way may have started chunks
         while self.held and self._runner.calls:
             for chunk_id, replica_id in self._runner.watch.running():
                 if chunk_id not in stopped:
@@ -120,7 +121,7 @@ class Admission:
             await self._loop.turn()
 
     def resume(self) -> None:
-        """Without a pause nothing changes."""
+        """Ends a pause. Changes nothing if there is none."""
         self._draining = self._weights.held = False
         self._changed.set()
         self._loop.look_soon()

@@ -1,4 +1,4 @@
-"""Runs chunks on replicas: a `StartChunk` in; an event out, with the tokens that were made.
+"""Runs chunks on replicas: takes a `StartChunk`, and gives an event with the tokens that were made.
 
 Invariant: every `StartChunk` gives exactly one event, whatever happens to its replica or to this code. Called by
 `Rollouts`.
@@ -39,8 +39,9 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 
 
 class ChunkRunner:
-    """`digests`: of weights, by version. `totals`: counts each end; `acceptance`: of all drafts. `calls`: tasks of
-    running chunks, by chunk id."""
+    """`digests`: digests of weights by version. `totals`: counts every end. `acceptance`: acceptance counts of all
+    drafts. `calls`: tasks of running chunks, by chunk id.
+    """
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class ChunkRunner:
         self.calls: dict[str, asyncio.Task] = {}
 
     def start(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> None:
-        """Run a chunk; its event comes with a later turn of the loop."""
+        """Starts a chunk. Its event comes with a later turn of the loop."""
         call = self.calls[start.chunk_id] = self._loop.spawn(self._call(start, batch, drafting))
         call.add_done_callback(lambda _: self.calls.pop(start.chunk_id))
 
@@ -135,7 +136,7 @@ class ChunkRunner:
         )
 
     def abort(self, action: AbortChunk) -> None:
-        """Ask a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""
+        """Asks a replica to end a chunk early. Errors are dropped, since the chunk's own call reports its end."""
         self._loop.spawn(self._abort(action))
 
     async def _abort(self, action: AbortChunk) -> None:
@@ -144,7 +145,9 @@ class ChunkRunner:
 
 
 def check_result(start: StartChunk, result: ChunkResult, prompt_tokens: int) -> None:
-    """Raises ValueError, one line, if an answer cannot be of this chunk: its tokens must not reach a sample."""
+    """Checks that a result can belong to the chunk. Raises ValueError, one line, if not: its tokens must not reach a
+    sample.
+    """
     tokens, problem = result.token_ids, None
     if result.chunk_id != start.chunk_id:
         problem = f"it is of {result.chunk_id}"

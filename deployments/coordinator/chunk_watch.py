@@ -1,7 +1,7 @@
-"""Calls of chunks under way, and the end of those whose replica answers but makes no token of them.
+"""Watches calls of chunks, and ends those whose replica answers but makes no token for them.
 
-Invariant: seconds count against a chunk only if the replica has renewed its snapshot meanwhile. So a
-load of weights, a long step or a silent replica costs a chunk next to nothing: other watchdogs look at those. Used by
+Invariant: seconds count against a chunk only if its replica has renewed its snapshot meanwhile. A load of weights, a
+long step or a silent replica therefore costs a chunk next to nothing; other watchdogs handle those. Used by
 `ChunkRunner`.
 """
 
@@ -12,16 +12,24 @@ from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError
 
 STALLED_S = 600.0
-"""Minimum seconds without a token. A chunk may wait for the prefill of all others: 1 M tokens at 10,000 tokens/s."""
+"""Minimum seconds without a token before a chunk is given up. A chunk may wait for the prefill of all others: 1 M
+tokens at 10,000 tokens/s.
+"""
 
 CACHE_FILLS = 3
-"""A chunk may also wait this many times the seconds in which its replica, as measured, prefills its whole KV cache."""
+"""Number of cache fills that a chunk may wait for. One fill is the time in which its replica, as measured, prefills its
+whole KV cache.
+"""
 
 EVERY_S = 4.0
-"""Seconds between looks at the chunks of one replica: its other reports are not needed for minutes without a token."""
+"""Seconds between checks of one replica's chunks; a chunk is given up only after minutes, so further reports are
+skipped.
+"""
 
 MAX_GAP_S = 5.0
-"""Maximum seconds that one report counts for: a snapshot that is renewed after a minute says nothing of that minute."""
+"""Maximum seconds that one report counts for: a snapshot that is renewed after a minute shows nothing of that
+minute.
+"""
 
 
 class _Call:
@@ -43,11 +51,11 @@ class ChunkWatch:
         return sum(map(len, self._calls.values()))
 
     def running(self) -> list[tuple[str, str]]:
-        """(chunk id, replica id) of each call."""
+        """Returns (chunk id, replica id) of each call."""
         return [(chunk_id, replica_id) for replica_id, calls in self._calls.items() for chunk_id in calls]
 
     async def finish(self, chunk_id: str, replica_id: str, answer: Awaitable[ChunkResult]) -> ChunkResult:
-        """Returns the answer. Raises ChunkError, one line, once the chunk is given up."""
+        """Returns the result of a chunk. Raises ChunkError, one line, once the chunk is given up."""
         deadline = asyncio.timeout(None)
         calls = self._calls.setdefault(replica_id, {})
         call = calls[chunk_id] = _Call(deadline)
@@ -65,7 +73,7 @@ class ChunkWatch:
                 del self._calls[replica_id]
 
     def look(self, reports: Iterable[EngineStats]) -> None:
-        """Takes the latest reports. Gives up the chunks that have made no token for long."""
+        """Takes the latest reports and gives up the chunks that have made no token for too long."""
         now, present = self._now(), set()
         for report in reports:
             present.add(report.replica_id)
@@ -88,7 +96,7 @@ class ChunkWatch:
 
 
 def allowance_s(report: EngineStats) -> float:
-    """Returns the seconds that a chunk may take for its next token on this replica."""
+    """Returns the maximum seconds that a chunk may take for its next token on this replica."""
     if report.performance is None or not report.performance.prefill_token_s:
         return STALLED_S
     cache_tokens = report.kv_capacity_blocks * report.block_tokens

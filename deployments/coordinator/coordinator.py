@@ -56,9 +56,9 @@ from tailrace.policies.families.registry import Policies
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
 class Coordinator(WatchCalls):
-    """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
+    """`engines`: handle of the Engine deployment. `model`: a local folder that holds the tokenizer.
 
-    `pool`, `context`, `token_log_dir`: or None. Raises TokenModeOff.
+    `pool`, `context` and `token_log_dir` may be None. Raises TokenModeOff.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Coordinator(WatchCalls):
         token_log: TokenLog,
         nonce: str,
     ) -> None:
-        """Start the loops of a coordinator with these collaborators."""
+        """Starts the loops of a coordinator with these collaborators."""
         self._kv_pool_manager, self._context, self._prompts = kv_pool_manager, context, prompts
         self._rollouts = Rollouts(
             engines=engines,
@@ -126,7 +126,7 @@ class Coordinator(WatchCalls):
         self._rollouts.core_holder.set_policies(Policies(**user_config.get("policies", {})))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve, and carried to `deployments.autoscaler`."""
+        """Returns the wanted replicas. Serve calls it, and passes the answer to `deployments.autoscaler`."""
         return self._rollouts.replica_target.metrics()
 
     @admits(Role.OBSERVER)
@@ -142,7 +142,7 @@ class Coordinator(WatchCalls):
     async def rollout(
         self, message: RolloutBatch, driver: str, have: list[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
-        async with aclosing(self._rollouts.rollout(message, driver, have)) as items:  # its end is the end there too
+        async with aclosing(self._rollouts.rollout(message, driver, have)) as items:  # closing this closes them
             async for item in items:
                 yield item
 
@@ -192,7 +192,7 @@ class Coordinator(WatchCalls):
 
     @admits(Role.TRAINER)
     async def transfer_weights(self, phase: str, info: dict | list | None) -> str | Rejected:
-        """See `WeightTransfer`."""
+        """Runs one phase of a weight transfer; see `WeightTransfer`."""
         return await self._rollouts.weight_transfer.run(phase, info)
 
     @admits(Role.EVALUATOR)
@@ -201,12 +201,14 @@ class Coordinator(WatchCalls):
 
     @admits(Role.EVALUATOR)
     async def tokenizer_files(self) -> dict[str, bytes]:
-        """Their content by name; some megabytes."""
+        """Returns the content of the tokenizer's files by name; some megabytes."""
         return await asyncio.to_thread(tokenizer_files, Path(self._prompts.model))
 
     @admits(Role.TRAINER)
     async def set_policies(self, policies: dict) -> Rejected | None:
-        """`policies`: a dump of them, since an object would load its class before it could be checked."""
+        """Sets the policies of the next core. `policies`: a dump, since an object would load its class before it could
+        be checked.
+        """
         try:
             self._rollouts.core_holder.set_policies(Policies(**policies))
         except ValidationError as error:
@@ -278,10 +280,12 @@ class Coordinator(WatchCalls):
         return self._rollouts.cancel_all()
 
     def ended_loops(self) -> list[asyncio.Task]:
-        """The loops that have ended, each by an exception; none of a healthy coordinator."""
+        """Returns the loops that have ended, each by an exception. A healthy coordinator has none."""
         return [loop for loop in self._loops if loop.done()]
 
     async def check_health(self) -> None:
-        """A loop that has ended has raised: Serve replaces the coordinator, and the drivers' calls end in errors."""
+        """Raises RuntimeError if a loop has ended. Serve then replaces the coordinator, and the drivers' calls end in
+        errors.
+        """
         for loop in self.ended_loops():
             raise RuntimeError("the coordinator's loop has stopped") from loop.exception()

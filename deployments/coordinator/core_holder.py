@@ -1,7 +1,7 @@
-"""The present core, and the settings of the next one: policies, limits, whether it writes a journal.
+"""Holds the present core and the settings of the next one: policies, limits, and whether it writes a journal.
 
 Invariant: a core is exchanged only while no batch is in flight, and the next one starts from the same weights and
-replicas. A journal is written only while a driver that wants it gives signs of life. Called by `Rollouts`.
+replicas. A journal is written only while a driver that wants it renews its lease. Called by `Rollouts`.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from tailrace.policies.protocol.events import ReplicaJoined
 
 
 class CoreHolder:
-    """`present` decides; `exchange` puts the next one in its place, if something was set since."""
+    """`present` is the core in use; `exchange` replaces it if a setting has changed."""
 
     def __init__(self, policies: Policies):
         self.present = RolloutCore(policies)
@@ -25,20 +25,20 @@ class CoreHolder:
 
     @property
     def due(self) -> bool:
-        """Whether something was set that the present core does not have."""
+        """True if a setting has changed that the present core does not have."""
         return self._due
 
     def set_policies(self, policies: Policies) -> None:
         self._policies, self._due = policies, True
 
     def set_limits(self, limits: Limits | None) -> None:
-        """How many engine replicas there may be, where that may change."""
+        """Sets the minimum and maximum number of engine replicas; None if the number is fixed."""
         self._limits, self._due = limits, True
 
     def journal(self, on: bool, now: float) -> str | None:
-        """Turn journaling on or off for the next core. Returns the present core's journal, or None if it has none.
+        """Turns journaling on or off for the next core. Returns the present core's journal, or None if it has none.
 
-        It stays on for LEASE_S, and longer by `renew_journal`.
+        Journaling ends after LEASE_S unless `renew_journal` is called.
         """
         written = self.present.journal() if isinstance(self.present, JournaledCore) else None
         self._kind, self._due = JournaledCore, True
@@ -48,12 +48,14 @@ class CoreHolder:
         return written
 
     def renew_journal(self, now: float) -> None:
-        """A sign of life of a driver that wants a journal."""
+        """Renews the lease of a driver that wants a journal."""
         if self._journal_until_s is not None:
             self._journal_until_s = now + LEASE_S
 
     def expire_journal(self, now: float) -> None:
-        """End a journal whose drivers are gone, and free its memory. No batch waits for another core because of it."""
+        """Ends a journal whose drivers are gone, and frees its memory. No batch waits for another core because of
+        it.
+        """
         if self._journal_until_s is not None and now > self._journal_until_s:
             self._end_journal()
 
@@ -63,14 +65,14 @@ class CoreHolder:
             self.present.stop()
 
     def exchange(self, joined: Iterable[ReplicaJoined]) -> None:
-        """Replace the core if a setting has changed. `joined`: the last ReplicaJoined of each present replica."""
+        """Replaces the core if a setting has changed. `joined`: the last ReplicaJoined of each present replica."""
         if not self._due:
             return
         self._due = False
         self.restart(joined)
 
     def restart(self, joined: Iterable[ReplicaJoined]) -> None:
-        """Begin with a core that knows these replicas and no batch."""
+        """Starts a new core that knows these replicas and no batch."""
         self.present = self._kind(self._policies, self.present.replicas.weights_version, self._limits)
         for event in joined:
             self.present.observe(event)

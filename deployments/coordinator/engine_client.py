@@ -1,8 +1,8 @@
-"""Calls from the coordinator to the engine replicas: chunks by a line to each, the rest by Serve.
+"""Calls from the coordinator to the engine replicas: chunks go over a line to each replica, all else over Serve.
 
-A line lives as long as one call of Serve, which ends with the replica. Invariant: a call to a replica ends in a
-result, in `ReplicaLost` (it is gone; its chunks must run again) or in `ChunkError` (the replica lives, this chunk
-failed; `SampleRefused`: it would fail on any replica). Called by the coordinator.
+A line lives as long as one Serve call, which ends with the replica. Invariant: a call to a replica ends in a result, in
+`ReplicaLost` (the replica is gone; its chunks must run again) or in `ChunkError` (the replica lives, this chunk failed;
+`SampleRefused`: it would fail on any replica). Called by the coordinator.
 """
 
 import asyncio
@@ -33,24 +33,28 @@ from tailrace.deployments.messages.errors import (
 from tailrace.deployments.router import ReplicaGone, poll_all, running_replicas
 
 POLL_TIMEOUT_S = 10.0
-"""A replica answers these at once; one that takes longer hangs, and Serve's health check will replace it."""
+"""Timeout, in seconds, of calls that a replica answers at once. One that takes longer hangs, and Serve's health check
+replaces it.
+"""
 
 CHECK_S = 600.0
-"""Longest check of new weights: every value is read, of large checkpoints from a network folder."""
+"""Maximum seconds of a check of new weights: every value of a large checkpoint is read from a network folder."""
 
 FOLLOW_S = 0.25
-"""Seconds between looks at the set of running replicas; a replica that stops waits for the end of its line."""
+"""Seconds between reads of the set of running replicas. A replica that stops waits for the end of its line."""
 
 KNOWN_S = 10.0
-"""Seconds between calls to all replicas as long as none is known: this process hears of replicas by its first call."""
+"""Seconds between calls to all replicas while none is known: this process learns of replicas from its first call."""
 
 SETTLE_S = 10.0
-"""Longest wait of a new coordinator for a report of every running replica: one that hangs will be replaced."""
+"""Maximum seconds that a new coordinator waits for a report of every running replica; one that hangs is replaced by
+Serve.
+"""
 
 
 class EngineClient:
-    """Thin over the handle of the engine deployment. `listen`: opens the socket for lines, see `CoordinatorLines`.
-    `put`: into Ray's object store. `running`: gives the names of the running replicas.
+    """Thin wrapper of the engine deployment's handle. `listen`: opens the socket for lines, see `CoordinatorLines`.
+    `put`: puts an object into Ray's object store. `running`: returns the names of the running replicas.
     """
 
     def __init__(
@@ -64,14 +68,14 @@ class EngineClient:
         self._handle, self._all_running = handle, running
         self._changed = asyncio.Event()
         self._lines = CoordinatorLines(listen, self._changed.set, nonce)
-        self._holds: dict[str, asyncio.Task] = {}  # calls of Serve that hold lines, by replica
+        self._holds: dict[str, asyncio.Task] = {}  # Serve calls that hold lines, by replica
         self._now = asyncio.get_running_loop().time
         self._began_s, self._asked, self._settled = self._now(), False, False
         self.features = SharedFeatures(put)
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set when a replica reports that it is in another state: that it has loaded weights, for example."""
+        """Event that is set when a replica reports a change of state, for example that it has loaded weights."""
         return self._changed
 
     @property
@@ -80,16 +84,18 @@ class EngineClient:
         return self._lines.report_s
 
     def heard(self) -> list[Heard]:
-        """The latest report of each replica that has a line."""
+        """Returns the latest report of each replica that has a line."""
         return self._lines.heard()
 
     def _running(self) -> dict[str, None]:
-        """The replicas, in an order that does not depend on hashes: a simulated run can be repeated."""
+        """Running replicas, in an order that does not depend on hashes, so that a simulated run can be repeated."""
         return dict.fromkeys(sorted(self._all_running(self._handle)))
 
     @property
     def settled(self) -> bool:
-        """Whether all replicas that ran when this coordinator began have been heard, or have been silent for long."""
+        """Returns whether every replica that ran when this coordinator began has reported, or has been silent for
+        SETTLE_S.
+        """
         if not self._settled:
             heard = {one.report.replica_id for one in self.heard()}
             all_heard = self._asked and heard.issuperset(self._running())
@@ -97,26 +103,26 @@ class EngineClient:
         return self._settled
 
     async def follow(self) -> None:
-        """Hold a line to each running replica, for ever."""
+        """Holds a line to each running replica. Never returns."""
         asked_s = float("-inf")
         while True:
             running = self._running()
             if not running and self._now() > asked_s + KNOWN_S:
                 asked_s = self._now()
-                with contextlib.suppress(Exception):  # there is none yet, or Ray is in trouble
+                with contextlib.suppress(Exception):  # there is no replica yet, or Ray fails
                     await poll_all(self._handle, "stats", KNOWN_S)
                 running = self._running()
             self._asked = True
             for replica_id in [name for name in running if name not in self._holds]:
                 self._holds[replica_id] = asyncio.ensure_future(self._hold(replica_id))
             for replica_id in [held for held in self._holds if held not in running]:
-                if not self._lines.is_busy(replica_id):  # it waits for the end of its calls to stop
+                if not self._lines.is_busy(replica_id):  # a replica that stops waits for its calls to end
                     self._holds[replica_id].cancel()
             self._lines.pulse()
             await asyncio.sleep(FOLLOW_S)
 
     async def _hold(self, replica_id: str) -> None:
-        """Hold a line for as long as the replica lives. Another trouble of the call leaves the line as it is."""
+        """Holds a line for as long as the replica lives. Any other error of the call leaves the line open."""
         session, reason, again = self._lines.open(replica_id), "its line has ended", False
         try:
             while True:
@@ -126,7 +132,7 @@ class EngineClient:
                 except ReplicaLost as error:
                     reason = str(error)
                     break
-                except (Exception, asyncio.CancelledError) as error:  # of Ray, on the way
+                except (Exception, asyncio.CancelledError) as error:  # an error of Ray on the way
                     if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                         raise
                     again = True

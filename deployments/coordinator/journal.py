@@ -1,9 +1,9 @@
-"""Events that a live core observed and its decisions, as JSON lines that a fresh core must reproduce (law 4).
+"""Journal of a live core: its events and its decisions as JSON lines, which a fresh core must reproduce (law 4).
 
-A header with policies and versions, then every event and every tick with its actions, in order: objects by the name of
-their dataclass, enums by value, tuples as lists. Invariant: a journal has no gaps, since a core is a
-function of all its events. Beyond MOST_ENTRIES nothing is kept, and the header counts the dropped entries. `Rollouts`
-drives a `JournaledCore` in place of a plain one while a driver wants a journal; tests and people replay it.
+The first line is a header with policies and versions. Each further line is an event, or a tick with its actions, in
+order: objects by the name of their dataclass, enums by value, tuples as lists. Invariant: a journal has no gaps, since
+a core is a function of all its events. After MOST_ENTRIES entries nothing is kept, and the header counts the dropped
+entries. `Rollouts` uses a `JournaledCore` while a driver wants a journal; tests and people replay it.
 """
 
 import json
@@ -23,20 +23,20 @@ from tailrace.policies.protocol.events import Event, Tick
 FORMAT = 1
 
 MOST_ENTRIES = 500_000
-"""Events and ticks; about 200 MB. Two replicas make ten in a second, 512 some thousands."""
+"""Maximum number of events and ticks, about 200 MB. Two replicas make ten in a second, 512 some thousands."""
 
 _KINDS = {kind.__name__: TypeAdapter(kind) for kind in (*get_args(Event), *get_args(Action), Tick)}
 
 
 class Decision(NamedTuple):
-    """A tick, and the actions that the core answered it with."""
+    """A tick and the actions that the core returned for it."""
 
     tick: Tick
     actions: tuple[Action, ...]
 
 
 class JournaledCore(RolloutCore):
-    """A core that records its events and actions. An illegal event changes nothing and is not kept."""
+    """A core that records its events and actions. An illegal event changes nothing and is not recorded."""
 
     def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
         super().__init__(policies, weights_version, limits)
@@ -53,7 +53,7 @@ class JournaledCore(RolloutCore):
         return actions
 
     def journal(self) -> str:
-        """The journal as text, one line per entry after the header."""
+        """Returns the journal as text: a header, then one line per entry."""
         header = {
             "journal": FORMAT,
             "policies": self.policies.model_dump(mode="json"),
@@ -64,7 +64,7 @@ class JournaledCore(RolloutCore):
         return "".join(json.dumps(line) + "\n" for line in (header, *map(_line, self._entries)))
 
     def stop(self) -> None:
-        """Record no more, and drop the entries."""
+        """Stops recording, and drops the entries."""
         self._stopped, self._dropped = True, self._dropped + len(self._entries)
         self._entries.clear()
 
@@ -87,8 +87,9 @@ def _named(value: Event | Action | Tick) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """A journal read back. `limits`: see `RolloutCore`. `dropped`: entries that came after the last of these and were
-    not kept."""
+    """A journal that was read back. `limits`: see `RolloutCore`. `dropped`: number of entries that came after the last
+    of these and were not kept.
+    """
 
     policies: Policies
     weights_version: int
@@ -98,7 +99,7 @@ class Journal:
 
 
 def read_journal(lines: Iterable[str]) -> Journal:
-    """Raises ValueError that names the line, if anything about it is not exactly as `JournaledCore` writes it."""
+    """Reads a journal. Raises ValueError, which names the line, unless it is exactly as `JournaledCore` writes it."""
     header, entries = None, []
     for number, text in enumerate(lines, start=1):
         try:
@@ -153,7 +154,7 @@ def _object(data: dict) -> Any:
 
 
 def _holds(known: Any, fields: Any) -> bool:
-    """Whether an object has these fields; those added since it was written have their defaults."""
+    """Returns whether an object has these fields. Fields added since the journal was written have their defaults."""
     if isinstance(known, dict) and isinstance(fields, dict):
         return all(key in known and _holds(known[key], value) for key, value in fields.items())
     if isinstance(known, list) and isinstance(fields, list):
@@ -162,7 +163,7 @@ def _holds(known: Any, fields: Any) -> bool:
 
 
 class Difference(NamedTuple):
-    """Where a replay first answers otherwise: the line of the journal, and both answers."""
+    """The first difference of a replay: the line of the journal, and both answers."""
 
     line: int
     expected: tuple[Action, ...]
@@ -170,8 +171,9 @@ class Difference(NamedTuple):
 
 
 def replay(journal: Journal) -> Difference | None:
-    """Replay a journal on a fresh core. Returns the first difference, or None if all answers are the same. Raises
-    IllegalEvent for an event that is impossible after this core's decisions."""
+    """Replays a journal on a fresh core. Returns the first difference, or None if all answers are the same. Raises
+    IllegalEvent for an event that is impossible after this core's decisions.
+    """
     core = RolloutCore(journal.policies, journal.weights_version, journal.limits)
     for line, entry in enumerate(journal.entries, start=2):
         if not isinstance(entry, Decision):

@@ -1,9 +1,9 @@
-"""The coordinator's side of the KV pool: the blocks that each sample and prompt has there, and their release.
+"""The coordinator's side of the KV pool: knows the blocks of each sample and prompt there, and releases them.
 
 Invariant: a name that a replica has reported is released when the core says so. Blocks that were never reported (a
-replica died in mid-save, a save came late) are swept while no batch is in flight. The pool is a
-cache: when it is down, nothing here waits or fails; failures are counted. Owned by `Rollouts`; the pool itself
-is reached through its KvMaster actor.
+replica died while it saved, a save came late) are swept while no batch is in flight. The pool is a cache: when it is
+down, nothing here waits or fails, and failures are counted. Owned by `Rollouts`; the pool itself is reached through its
+KvMaster actor.
 """
 
 import asyncio
@@ -20,23 +20,28 @@ from tailrace.policies.protocol.actions import ReleaseKv
 from tailrace.policies.protocol.events import Event, KvLost, PoolReported
 
 AGAIN_S = 1.0
-"""Until a key that was in use is asked for again; a lease lasts as long as a load may."""
+"""Seconds until an operation on a key that was in use is repeated; a lease lasts as long as a load may."""
 
 DRAIN_S = 10.0
 
 CALL_S = 10.0
-"""A dead Mooncake master is noticed after 4.3 s; a master that is silent for twice that is gone."""
+"""Timeout, in seconds, of a call to the master. A dead Mooncake master is noticed after 4.3 s; one that is silent for
+twice that is gone.
+"""
 
 
 MAX_GONE = 64
 """Departed replicas whose counts are kept separately, in case they return; older ones are summed."""
 
 MAX_TODO_KEYS = 2_000_000
-"""Keys of operations that wait for the master, about 200 MB: one that hangs takes CALL_S for each. Blocks of further
-operations are evicted by the pool, or swept."""
+"""Maximum number of keys in operations that wait for the master, about 200 MB: one that hangs takes CALL_S for each.
+Blocks of further operations are evicted by the pool, or swept.
+"""
 
 MAX_NODES = 4096
-"""Nodes whose store's process is remembered. A loss on one that was forgotten, and comes back, shows as misses."""
+"""Maximum number of nodes whose store process is remembered. A loss on a node that was forgotten and comes back shows
+as misses.
+"""
 
 
 class KvPoolManager:
@@ -44,14 +49,14 @@ class KvPoolManager:
 
     def __init__(self, master):
         self._master = master
-        self._todo: deque[tuple[str, list]] = deque()  # operations of the master that wait for their turn
-        self._later: list[tuple[float, str, list]] = []  # and those that were too early, with their time
+        self._todo: deque[tuple[str, list]] = deque()  # queued operations of the master
+        self._later: list[tuple[float, str, list]] = []  # operations to repeat, with their time
         self._todo_keys = 0
         self._wake = asyncio.Event()
         self._prefixes: tuple[str, ...] = ()
         self._block_tokens = self._token_bytes = 0
         self._status: PoolStatus | None = None
-        self._processes: dict[str, int | None] = {}  # pids: a new process has lost the old one's blocks
+        self._processes: dict[str, int | None] = {}  # pids: a new process does not have the old one's blocks
         self._idle_polls = 0
         self._engine_counts: dict[str, dict[str, int]] = {}
         self._problem: str | None = None
@@ -61,7 +66,7 @@ class KvPoolManager:
     # ---- called by Rollouts ------------------------------------------------------------------------
 
     def learn(self, reports: Iterable[EngineStats]) -> None:
-        """Take over from reports the prefixes of keys, the bytes of a token, and the engines' counts."""
+        """Takes the key prefixes, the bytes per token and the engines' counts from reports."""
         self._problems, present = {}, set()
         for report in reports:
             present.add(report.replica_id)
@@ -76,7 +81,7 @@ class KvPoolManager:
             self._counts.update(self._engine_counts.pop(name))
 
     def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
-        """Give back a sample's own blocks, or the prompt's of its group."""
+        """Releases a sample's own blocks, or the blocks of its group's prompt."""
         self._counts[f"releases.{action.cause}"] += 1
         group, sample_id = batch.groups[action.group_id], action.sample_id
         prompt_bytes = len(group.prompt) // max(1, self._block_tokens) * NAME_BYTES
@@ -92,7 +97,7 @@ class KvPoolManager:
         self._do("release", names)
 
     def prefetch(self, batch: LiveBatch, sample_id: str, node_id: str) -> None:
-        """Bring a sample's blocks into the memory of a node."""
+        """Brings a sample's blocks into the memory of a node."""
         nodes = self._status.store_nodes if self._status else ()
         segment = next(
             (node.segment for node in nodes if node.node_id == node_id and node.segment and not node.leaving), None
@@ -103,19 +108,19 @@ class KvPoolManager:
             self._do("move", batch.samples[sample_id].kv_names, segment)
 
     def retire(self, weights_version: int) -> None:
-        """Nothing of this version will be read again."""
+        """Removes all blocks of a weights version; none of them will be read again."""
         self._push("retire", [version_pattern(weights_version)])
         self._later.append((self._clock() + AGAIN_S, "retire", [version_pattern(weights_version)]))
 
     def rest(self, idle: bool) -> None:
-        """Sweep the pool after two polls with nothing in flight: no block is read again. Called after each `poll`."""
+        """Sweeps the pool after two polls with nothing in flight: no block is read again. Called after each `poll`."""
         self._idle_polls = self._idle_polls + 1 if idle and not self._todo and not self._later else 0
         if self._idle_polls > 1 and self._status is not None and self._status.keys:
             self._counts["swept_keys"] += self._status.keys
             self._push("retire", [ALL_BLOCKS])
 
     async def drain(self) -> int:
-        """Forget every key; keys in use as soon as they are free. Returns the number of keys removed."""
+        """Removes every key; keys in use as soon as they are free. Returns the number of removed keys."""
         removed, until_s = 0, self._clock() + DRAIN_S
         while self._clock() < until_s:
             removed += await self._ask("retire", ALL_BLOCKS) or 0
@@ -127,7 +132,7 @@ class KvPoolManager:
     # ---- the loops ---------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Perform queued operations in order, for ever."""
+        """Performs queued operations in order. Never returns."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -143,7 +148,7 @@ class KvPoolManager:
                 self._counts[f"{method}_failed" if done is None else f"{method}d_keys"] += 1 if done is None else done
 
     async def poll(self, now: float) -> list[Event]:
-        """Events of the pool: how full it is, and whether it has lost blocks."""
+        """Polls the pool. Returns its events: how full it is, and whether it has lost blocks."""
         now_s = self._clock()
         due = [(method, arguments) for at_s, method, arguments in self._later if at_s <= now_s]
         self._later = [item for item in self._later if item[0] > now_s]
@@ -157,7 +162,7 @@ class KvPoolManager:
         stores = {node.node_id: node.pid for node in status.store_nodes if not node.leaving}
         processes = {"master": status.master_pid} | stores
         for node in status.store_nodes:
-            if node.leaving:  # its keys move; its next process has none to lose
+            if node.leaving:  # its keys move, so its next process has none to lose
                 self._processes.pop(node.node_id, None)
         if any(self._processes.get(name, pid) != pid for name, pid in processes.items()):
             self._counts["lost"] += 1
@@ -166,20 +171,20 @@ class KvPoolManager:
         for name in list(self._processes)[: max(0, len(self._processes) - MAX_NODES)]:
             del self._processes[name]
         capacity, used = status.dram_capacity_bytes, status.dram_bytes
-        if status.ssd_capacity_bytes:  # everything is written there too, and memory is given up before it
+        if status.ssd_capacity_bytes:  # every block is written there too, and memory is evicted first
             capacity, used = status.ssd_capacity_bytes, status.ssd_bytes
         events.append(PoolReported(now, capacity // self._token_bytes, used // self._token_bytes, now))
         return events
 
     async def detail(self) -> PoolView:
-        """`view`, and the keys of each weights version, which costs a look at every key."""
+        """Returns `view` with the number of keys of each weights version, which reads every key."""
         return self.view().model_copy(update={"keys_by_version": await self.keys_by_version()})
 
     async def keys_by_version(self) -> dict[int, int] | None:
         return await self._ask("keys_by_version")
 
     def view(self) -> PoolView:
-        """Counts of all replicas and of this side, with the pool's own figures."""
+        """Returns the counts of all replicas and of this manager, with the pool's own figures."""
         counts = Counter(self._counts)
         for of_engine in self._engine_counts.values():
             counts.update(of_engine)
@@ -198,7 +203,7 @@ class KvPoolManager:
         return asyncio.get_running_loop().time()
 
     def _do(self, method: str, names: bytes, *rest) -> None:
-        """Ask the master for something about blocks, by all keys under which each is kept."""
+        """Queues an operation on blocks, with all keys under which each block is kept."""
         hexes = [names[i : i + NAME_BYTES].hex() for i in range(0, len(names), NAME_BYTES)]
         if hexes:
             self._push(method, [[f"{prefix}@{name}" for prefix in self._prefixes for name in hexes], *rest])
@@ -213,10 +218,10 @@ class KvPoolManager:
         self._wake.set()
 
     async def _ask(self, method: str, *arguments):
-        """The master's answer; None when it has none to give, and `problem` says why."""
+        """Returns the master's answer, or None if the call fails; `problem` then gives the cause."""
         try:
             answer = await asyncio.wait_for(getattr(self._master, method).remote(*arguments), CALL_S)
-        except (Exception, asyncio.CancelledError) as error:  # a cache, never a dependency, whatever goes wrong in it
+        except (Exception, asyncio.CancelledError) as error:  # the pool is a cache: none of its errors may spread
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise
             cause = getattr(error, "cause", None) or error
@@ -227,5 +232,5 @@ class KvPoolManager:
 
 
 def _keys_of(arguments: list) -> int:
-    """The number of keys of an operation; a pattern counts as one."""
+    """Returns the number of keys of an operation; a pattern counts as one."""
     return len(arguments[0]) if isinstance(arguments[0], list) else 1

@@ -1,4 +1,4 @@
-"""The clock, the inbox and the tasks of a coordinator. Its parts get this one object instead of a callback for each.
+"""Clock, inbox and tasks of a coordinator. Its parts share this one object instead of a callback for each.
 
 A turn of the loop is one pass of `Rollouts.run`; a look is one reading of all replicas' reports.
 """
@@ -15,7 +15,7 @@ from tailrace.policies.protocol.events import Event
 
 
 class MadeTokens(NamedTuple):
-    """The tokens of a chunk that began at position `start` of its sample's answer, and who made them."""
+    """The tokens of a chunk that began at position `start` of its sample's answer, and the replica that made them."""
 
     batch: LiveBatch
     sample: SampleRecord
@@ -26,8 +26,9 @@ class MadeTokens(NamedTuple):
     adapter_digest: str
 
     def write(self) -> bool:
-        """Append them to the sample. Returns whether another replica made the part before. Raises ValueError, as
-        `SampleRecord.append` does."""
+        """Appends the tokens to the sample. Returns whether another replica made the part before. Raises ValueError, as
+        `SampleRecord.append` does.
+        """
         before = self.sample.segments
         moved = bool(before) and before[-1].replica_id != self.replica_id
         self.sample.append(self.start, self.result, self.replica_id, self.weights_digest, self.adapter_digest)
@@ -35,8 +36,9 @@ class MadeTokens(NamedTuple):
 
 
 class Loop:
-    """Made in the event loop that it serves. `reported`: set when a replica has a new report to look at. `looked`: set
-    once the replicas have been looked at for the first time."""
+    """Must be created in the event loop that it serves. `reported`: set when a replica has a new report. `looked`: set
+    once the replicas' reports have been read for the first time.
+    """
 
     def __init__(self, reported: asyncio.Event):
         self._reported = reported
@@ -52,65 +54,65 @@ class Loop:
         return len(self._inbox)
 
     def now(self) -> float:
-        """Seconds since this object was made."""
+        """Seconds since this object was created."""
         return self._clock() - self.began_s
 
     def tell(self, event: Event, made: MadeTokens | None = None) -> None:
-        """Give the core an event in the next turn, with the tokens that it brings."""
+        """Queues an event for the core's next turn, with the tokens that it brings."""
         self._inbox.append((event, made))
         self.wake()
 
     def wake(self) -> None:
-        """Have the next turn begin at once."""
+        """Starts the next turn at once."""
         self._wake.set()
 
     def take(self) -> list[tuple[Event, MadeTokens | None]]:
-        """Take all events that wait."""
+        """Returns all queued events and empties the inbox."""
         inbox, self._inbox = self._inbox, []
         return inbox
 
     def spawn(self, coroutine: Coroutine) -> asyncio.Task:
-        """Run a coroutine as a task that is kept until it ends."""
+        """Runs a coroutine as a task that is kept until it ends."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
     async def woken(self, longest_s: float) -> None:
-        """Wait for `wake`, `longest_s` seconds at most. Called by the loop itself."""
+        """Waits for `wake`, at most `longest_s` seconds. Called by the loop itself."""
         await set_or_later(self._wake, longest_s)
         self._wake.clear()
 
     async def reported(self, longest_s: float) -> None:
-        """Wait for a report, `longest_s` seconds at most. Called by the loop itself."""
+        """Waits for a report, at most `longest_s` seconds. Called by the loop itself."""
         await set_or_later(self._reported, longest_s)
         self._reported.clear()
 
     def look_soon(self) -> None:
-        """Have the replicas' reports looked at at once."""
+        """Has the replicas' reports read at once."""
         self._reported.set()
 
     def turn_ends(self) -> None:
-        """A turn has ended. Called by the loop itself."""
+        """Marks the end of a turn. Called by the loop itself."""
         self._turned.set()
 
     def look_ends(self) -> None:
-        """The replicas' reports have been looked at. Called by the loop itself."""
+        """Marks the end of a look at the replicas' reports. Called by the loop itself."""
         self._seen.set()
 
     async def turn(self) -> None:
-        """Returns once a turn has ended."""
+        """Returns at the end of the next turn."""
         self._turned.clear()
         await self._turned.wait()
 
     async def look(self) -> None:
-        """Returns once the replicas' reports have been looked at again."""
+        """Returns once the replicas' reports have been read again."""
         self._seen.clear()
         await self._seen.wait()
 
 
 async def set_or_later(event: asyncio.Event, longest_s: float) -> None:
-    """Wait for an event, `longest_s` seconds at most."""
+    """Waits for an event, at most `longest_s` seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(longest_s):
             await event.wait()

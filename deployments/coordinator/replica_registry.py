@@ -1,4 +1,4 @@
-"""Which replicas there are, by their own reports: reports in, events out.
+"""Registry of replicas, kept from their own reports: takes reports, gives events.
 
 Invariant: a replica joins once per change of the weights it holds or the methods it drafts by, and leaves once. A
 report from before a replica was lost never brings it back (law 8: a view is as old as its report). Called by
@@ -12,34 +12,34 @@ from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.policies.protocol.events import Event, ReplicaJoined, ReplicaLeft, ReplicaMeasured, TokensStreamed
 
 LATE_S = 5.0
-"""Longest that a report can be under way; a loss is remembered for as long."""
+"""Maximum seconds that a report can be under way; a loss is remembered for as long."""
 
 
 class ReplicaRegistry:
-    """Replicas that joined, with the last report of each."""
+    """Replicas that have joined, with the last report of each."""
 
     def __init__(self):
         self.reports: dict[str, EngineStats] = {}
-        self.observed_at: dict[str, float] = {}  # when the last report was made, on the coordinator's clock
+        self.observed_at: dict[str, float] = {}  # time of the last report, on the coordinator's clock
         self.joined: dict[str, ReplicaJoined] = {}
-        self.renewed: list[EngineStats] = []  # the reports that were new at the last look
+        self.renewed: list[EngineStats] = []  # reports that were new at the last `observe`
         self._lost_at: dict[str, float] = {}
 
     def lose(self, replica_id: str, now: float) -> None:
-        """A call found the replica gone."""
+        """Removes a replica that a call found to be gone."""
         self._lost_at[replica_id] = now
         for known in (self.joined, self.reports, self.observed_at):
             known.pop(replica_id, None)
 
     def rejoin(self, weights_version: int, now: float) -> list[Event]:
-        """All replicas join under another weights version, until their next reports."""
+        """Has all replicas join under another weights version, until their next reports."""
         self.joined = {
             name: replace(event, now=now, weights_version=weights_version) for name, event in self.joined.items()
         }
         return list(self.joined.values())
 
     def observe(self, heard: Iterable[tuple[EngineStats, float]], now: float) -> list[Event]:
-        """The events that follow from the latest report of each replica there is, and the time it was made."""
+        """Returns the events that follow from the latest report of each present replica and the time of that report."""
         events: list[Event] = []
         present, news = set(), []
         self.renewed = []
@@ -58,11 +58,11 @@ class ReplicaRegistry:
         return events
 
     def streamed(self) -> dict[str, int]:
-        """Tokens that running chunks had made, by chunk id, as last reported."""
+        """Returns the tokens that running chunks had made, by chunk id, as last reported."""
         return {chunk_id: n for report in self.reports.values() for chunk_id, n in report.running.items()}
 
     def _is_known(self, report: EngineStats, made_at: float) -> bool:
-        """Whether this very report has been looked at, and its replica is as it says."""
+        """Returns whether this very report has been taken already, and its replica is registered as the report says."""
         name = report.replica_id
         return (
             self.reports.get(name) is report

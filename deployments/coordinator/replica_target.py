@@ -1,8 +1,8 @@
-"""Number of engine replicas that are up and wanted: for Serve, which starts and stops them, and for drivers that wait
-for returned resources.
+"""Number of engine replicas that are up and wanted. Serve reads it to start and stop replicas; drivers that wait for
+returned resources follow it.
 
-Invariant: a follower hears the present state first, and of every change before it is asked about the next one; a slow
-one misses states that were overtaken. Called by `Rollouts` and the coordinator, in one event loop.
+Invariant: a follower gets the present state first, and then every later change before it waits for the next one; a slow
+follower misses states that were overtaken. Called by `Rollouts` and the coordinator, in one event loop.
 """
 
 import asyncio
@@ -14,7 +14,9 @@ from tailrace.policies.protocol.actions import SetReplicas
 
 
 class ReplicaTarget:
-    """`wanted`: None before the first decision; Serve's own number of replicas then holds. `reason`: of that number."""
+    """`wanted`: None before the first decision; until then Serve's own number of replicas holds. `reason`: why the
+    number is wanted.
+    """
 
     def __init__(self):
         self.wanted: int | None = None
@@ -27,17 +29,17 @@ class ReplicaTarget:
         self._tell()
 
     def see(self, up: int) -> None:
-        """Note the number of replicas that have joined and not left."""
+        """Records the number of replicas that have joined and not left."""
         if up != self._up:
             self._up = up
             self._tell()
 
     def metrics(self) -> dict[str, float]:
-        """Wanted replicas by deployment, for `record_autoscaling_stats`."""
+        """Returns the wanted replicas by deployment, for `record_autoscaling_stats`."""
         return {} if self.wanted is None else {"Engine": float(self.wanted), "Drafter": float(self._drafters)}
 
     async def changes(self) -> AsyncIterator[ReplicasChanged]:
-        """The present state, then each other one, for ever."""
+        """Yields the present state, then each change. Never ends."""
         told = None
         while True:
             async with self._changed:

@@ -1,4 +1,4 @@
-"""The live shell of `RolloutCore`: it turns reports into events, asks the core to decide, and performs its actions.
+"""The coordinator's main object: turns reports into events, asks `RolloutCore` to decide, and performs its actions.
 
 One turn of the loop reads observe, decide, act. This class holds the batches and the chunks that run; it decides
 nothing. Invariant: a chunk's tokens are written only while the core says that the chunk runs, so a late answer of a
@@ -71,23 +71,27 @@ from tailrace.policies.protocol.actions import (
 from tailrace.policies.protocol.events import IllegalEvent
 
 TICK_S = 0.5
-"""A turn comes at once when something has happened; this only bounds how long a missed wake-up could hide."""
+"""Maximum seconds between turns. A turn comes at once when an event arrives; this bounds the effect of a missed
+wake-up.
+"""
 
 POLL_S = 1.0
-"""Seconds between polls of the pool: its fullness is that old, a loss seen so late. A poll costs 5 ms of a core."""
+"""Seconds between polls of the pool, and so the maximum age of its fullness and of a loss. A poll costs 5 ms of a
+core.
+"""
 
 PEEK_S = 1.0
-"""Longest wait for the tokens of a running chunk."""
+"""Maximum seconds to wait for the tokens of a running chunk."""
 
 LOOKS_PER_S = 20
-"""Maximum of looks at the replicas' reports, however many change."""
+"""Maximum number of times a second that the replicas' reports are read, however many change."""
 
 LOOK_REPORTS = 32
-"""New reports that a look finds, about: each of 64 chunks takes the loop 0.1 ms."""
+"""Number of new reports that one look should find: each report of 64 chunks takes the loop 0.1 ms."""
 
 
 class Rollouts:
-    """See the module docstring. `run` and `look` are to be started once, as tasks of the same loop."""
+    """See the module docstring. Start `run` and `look` once, as tasks of the same loop."""
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Rollouts:
         token_log: TokenLog,
         nonce: str,
     ):
-        """`nonce`: no other coordinator of this application has or has had it."""
+        """`nonce`: unique among all coordinators, past and present, of this application."""
         loop = self._loop = Loop(engines.changed)
         self._engines, self._prompts, self._telemetry, self._context = engines, prompts, telemetry, context
         self._kv_pool_manager, self._token_log = kv_pool_manager, token_log
@@ -151,8 +155,8 @@ class Rollouts:
             observe=self._observe_now,
         )
         self.deliveries.session_loads = self.sessions.loads
-        self._heard = False  # whether a replica has reported
-        self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
+        self._heard = False  # True once a replica has reported
+        self._contained: Counter[str] = Counter()  # contained errors, by place and kind
         self.figures = Books(self.totals, self._books_for_figures).figures
         self.logs = Logs(batches=self._batches, trails=self._trails, core=lambda: self._core, now=loop.now)
         watched = Watched(
@@ -170,7 +174,7 @@ class Rollouts:
         self.feed = Feed(Looks(watched), nonce, keys, lambda error: self._note("feed", error))
 
     def now(self) -> float:
-        """Seconds since this object was made."""
+        """Seconds since this object was created."""
         return self._loop.now()
 
     @property
@@ -182,15 +186,15 @@ class Rollouts:
     def rollout(
         self, message: RolloutBatch, driver: str = "", have: Collection[str] = ()
     ) -> AsyncIterator[GroupResult | Rejected]:
-        """Each group as it finishes, but for the prompt ids in `have`; or one `Rejected`, as the last item.
+        """Yields each group as it finishes, except for the prompt ids in `have`; or one `Rejected`, as the last item.
 
-        `driver`: the client's name. A stream that is closed cancels its batch; one that was lost may be opened again
+        `driver`: the client's name. Closing the stream cancels its batch. A stream that was lost may be opened again
         for its missing groups, see `Delivery`.
         """
         return self.deliveries.read(message, driver, have)
 
     def _cancel(self, delivery: Delivery) -> bool:
-        """Cancel a batch's samples in the core. Returns False if there are none."""
+        """Cancels a batch's samples in the core. Returns False if it has none."""
         if delivery.is_over and not delivery.was_refused and self._token_log.is_on:
             self._loop.spawn(self._token_log.forget(delivery.batch_id))
         core_ids = self._batches.core_ids(delivery)
@@ -199,7 +203,7 @@ class Rollouts:
         return bool(core_ids)
 
     def cancel_all(self) -> int:
-        """End every sample in flight with its tokens so far. Returns their number."""
+        """Ends every sample in flight with its tokens so far. Returns their number."""
         counts = self._core.counts()
         for session in self.sessions.loads():
             self.sessions.cancel(session, None, None)
@@ -207,13 +211,16 @@ class Rollouts:
         return counts["waiting"] + counts["running"]
 
     def reserve(self, replicas: int) -> None:
-        """Want `replicas` or more until the next batch has come. Raises ValueError unless that is an integer >= 0."""
+        """Reserves `replicas` or more until the next batch arrives. Raises ValueError unless that is an integer >=
+        0.
+        """
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
             raise ValueError(f"replicas is {replicas!r}; give an integer, 0 or more")
         self._loop.tell(ev.ReplicasReserved(self._loop.now(), replicas))
 
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
-        """Every replica loads the folder `source` in place, between chunks; samples in flight continue under `version`.
+        """Has every replica load the folder `source` in place, between chunks. Samples in flight continue under
+        `version`.
 
         Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
         """
@@ -225,7 +232,7 @@ class Rollouts:
         return await self._weights.loaded()
 
     async def load_adapter(self, name: str, path: str) -> Adapter | Rejected:
-        """Every replica loads an adapter's folder, under a name from now on; see `AdapterLoads`."""
+        """Has every replica load an adapter's folder, then binds `name` to its content; see `AdapterLoads`."""
         await self._loop.looked.wait()
         return await self.adapters.load(name, path)
 
@@ -263,7 +270,7 @@ class Rollouts:
         )
 
     def _service_fields(self) -> dict[str, Any]:
-        """Of the service as a whole, for those that watch it."""
+        """Returns the fields of the service as a whole, for those that watch it."""
         target, weights = self.replica_target, self._weights
         wanted = {} if target.wanted is None else {"wanted": target.wanted, "wanted_why": target.reason}
         return wanted | {
@@ -283,7 +290,7 @@ class Rollouts:
         return waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.admission.held)
 
     def count_by(self, totals: EndTotals) -> None:
-        """Count ends elsewhere from now on; for a benchmark that compares."""
+        """Replaces the object that counts ends; for a benchmark that compares two."""
         self.totals = self._runner.totals = totals
 
     def _books_for_figures(self) -> BooksView:
@@ -306,7 +313,7 @@ class Rollouts:
         return longest_samples(self._core, count)
 
     async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        """With the tokens of its running chunk, if the replica says them soon."""
+        """Returns one sample's state, with the tokens of its running chunk if the replica sends them within PEEK_S."""
         chunk, more = self._trails.running(sample_id), None
         if chunk is not None:
             with contextlib.suppress(Exception):  # the replica may be lost, or in a long step: it is only for people
@@ -315,7 +322,7 @@ class Rollouts:
         return self._batches.detail(sample_id, more if is_last else None)
 
     def books(self) -> dict[str, int]:
-        """Number of entries in each book that must be empty when nothing is in flight."""
+        """Returns the number of entries in each book that must be empty when nothing is in flight."""
         here = {
             "at_door": len(self.admission.waiting),
             "deliveries": len(self.deliveries),
@@ -335,20 +342,22 @@ class Rollouts:
         return self._telemetry.take(trace_id) + of_replicas
 
     async def read_weights(self) -> WeightsCheck | Rejected:
-        """The weights that every replica computes with, read back and compared; or why one could not be read."""
+        """Reads back the weights that every replica computes with, and compares them. Returns Rejected if one cannot be
+        read.
+        """
         return await weights_check(self._engines, sorted(self._registry.reports))
 
     async def reset_caches(self) -> bool:
-        """Every replica forgets the KV of chunks that have ended: a benchmark's runs must not help each other.
+        """Has every replica drop the KV of chunks that have ended, so that a benchmark's runs do not help each other.
 
-        Returns False if one keeps it, since chunks run there.
+        Returns False if one keeps it, because chunks run there.
         """
         return all(answer is True for answer in await self._engines.ask_all(ResetCache()))
 
     # ---- the loops ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Observe, log tokens that cannot be made again, decide, act, for ever."""
+        """Runs the loop: observe, log tokens that cannot be made again, decide, act. Never returns."""
         while True:
             await self._loop.woken(TICK_S)
             try:
@@ -361,18 +370,20 @@ class Rollouts:
             self._loop.turn_ends()
 
     async def look(self) -> None:
-        """Look at the replicas' reports, for ever; at once if one has changed, since it may wait for work."""
+        """Reads the replicas' reports again and again. Reads at once if one has changed, since that replica may wait
+        for work.
+        """
         while True:
             await self._contain("look_at_replicas", self._look_at_replicas)
             await asyncio.sleep(1 / LOOKS_PER_S)
             await self._loop.reported(self._look_s())
 
     def _look_s(self) -> float:
-        """Seconds to the next look, if no replica changes."""
+        """Returns the seconds to the next look, if no replica reports a change."""
         return self._engines.report_s * min(1.0, LOOK_REPORTS / max(1, len(self._registry.joined)))
 
     async def poll_pool(self) -> None:
-        """Poll the pool, and sweep it while nothing is in flight, for ever."""
+        """Polls the pool, and sweeps it while nothing is in flight. Never returns."""
         while True:
             await self._contain("poll_pool", self._poll_pool)
             await asyncio.sleep(POLL_S)
@@ -406,8 +417,9 @@ class Rollouts:
             self._contained["drivers.silent"] += gone
 
     def _abort_orphans(self, reports: list[EngineStats]) -> None:
-        """Stop chunks without a caller: of a coordinator before this one, or of a call that was lost. Also those that
-        the core does not run there any more, since their replica was silent for long."""
+        """Stops chunks that have no caller: an earlier coordinator started them, or their call was lost. Also stops
+        those that the core no longer runs there, because their replica was silent for too long.
+        """
         calls, core = self._runner.calls, self._core
         for report in reports:
             uncalled = (chunk_id for chunk_id in report.running if chunk_id not in calls)
@@ -422,14 +434,14 @@ class Rollouts:
         self._kv_pool_manager.rest(idle=not self._batches)
 
     def _note(self, place: str, error: Exception) -> None:
-        """Count an error that was contained, and log it."""
+        """Counts a contained error, and logs it."""
         self._contained[f"{place}.{type(error).__name__}"] += 1
         logging.getLogger(__name__).error("contained in %s: %s", place, one_line(error), exc_info=error)
 
     def _follow_weights(self) -> None:
-        """Start the loads that are due, and notify the core of a new version, once older tokens are logged."""
+        """Starts the loads that are due, and gives the core a new version once all older tokens are logged."""
         if not self._token_log.is_complete(self._weights.version):
-            self._loop.wake()  # the next turn logs, and comes here
+            self._loop.wake()  # the next turn logs and calls this again
             return
         for load in self._weights.loads(asyncio.get_running_loop().time()):
             self._loop.spawn(load).add_done_callback(lambda _: self._loop.look_soon())
@@ -440,24 +452,24 @@ class Rollouts:
                 self._kv_pool_manager.retire(old)
 
     async def _log_tokens(self) -> None:
-        """Log the tokens of earlier weights, if there are new ones or the weights are about to change."""
+        """Logs the tokens of earlier weights, if there are new ones or the weights are about to change."""
         version = self._weights.version
         if not self._token_log.is_complete(version):
             await self._token_log.write(unlogged(self.groups(), version), version)
             self._follow_weights()
 
     async def _log_early(self) -> None:
-        """Log all tokens so far, while turns continue: their weights may change soon."""
+        """Logs all tokens so far while turns continue: their weights may change soon."""
         if self._token_log.is_on:
             await self._token_log.write_early(unlogged(self.groups(), inf))
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight."""
+        """True while nothing is in flight."""
         return not self._batches
 
     def groups(self) -> list[GroupRecord]:
-        """All groups that their drivers do not have yet."""
+        """Returns all groups that their drivers have not received yet."""
         return [*self._batches.groups(), *self.deliveries.unread()]
 
     def _observe(self) -> None:
@@ -469,7 +481,7 @@ class Rollouts:
             counts = not isinstance(event, ev.ChunkFinished) or self._core.counts_tokens(event)
             try:
                 self._core.observe(event)
-            except IllegalEvent as error:  # the core has not changed
+            except IllegalEvent as error:  # an illegal event does not change the core
                 self._note(type(event).__name__, error)
                 if isinstance(event, ev.ChunkFinished):
                     failed = ev.ChunkFailed(event.now, event.chunk_id, one_line(error))
@@ -477,11 +489,11 @@ class Rollouts:
                     self._trails.observe(failed)
                 continue
             self._trails.observe(event)
-            if made is not None and counts:  # else another chunk has made, or will make, the same tokens
+            if made is not None and counts:  # else another chunk makes the same tokens
                 self._write(made)
 
     def _write(self, made: MadeTokens) -> None:
-        """Append the tokens of a chunk to its sample, and count them."""
+        """Appends the tokens of a chunk to its sample, and counts them."""
         moved = made.write()
         made.batch.progress_s = self._loop.now()
         self.totals.wrote(made.result, moved)
@@ -489,7 +501,7 @@ class Rollouts:
             self._token_log.reopen()
 
     def _is_late(self, event: ev.Event) -> bool:
-        """Whether the subject of an event is over already: a lost replica's chunk, an emitted batch."""
+        """Returns whether the subject of an event has already ended: a lost replica's chunk, an emitted batch."""
         match event:
             case ev.ChunkFinished() | ev.ChunkFailed():
                 return not self._core.is_running(event.chunk_id)
@@ -535,7 +547,7 @@ class Rollouts:
     # ---- batches -----------------------------------------------------------------------------------
 
     async def _submit(self, message: RolloutBatch, delivery: Delivery) -> Rejected | None:
-        """Give groups to the core. Returns why it does not take them, or None."""
+        """Submits groups to the core. Returns Rejected if it refuses them, else None."""
         batch = await self._batches.prepare(message, delivery)
         if isinstance(batch, Rejected):
             return batch
@@ -547,14 +559,14 @@ class Rollouts:
         if (refused := self._observe_now(*events)) is not None:
             return refused
         self._batches.add(batch)
-        if any(spec.begun for spec in batch.specs):  # the file is now this coordinator's
+        if any(spec.begun for spec in batch.specs):  # this coordinator now owns the token log's file
             self._loop.spawn(self._log_early())
         if delivery.is_over:  # its driver has left meanwhile
             self._loop.tell(ev.BatchCancelled(self._loop.now(), batch.core_id))
         return None
 
     def _observe_now(self, *events: ev.Event) -> Rejected | None:
-        """Give the core events of batches between two turns. Returns why it does not take one, or None."""
+        """Gives the core events of batches between two turns. Returns Rejected if it refuses one, else None."""
         self.admission.exchange_core()
         self._loop.wake()
         try:
@@ -568,7 +580,7 @@ class Rollouts:
         return None
 
     def _restart_core(self, place: str, error: Exception) -> None:
-        """End every batch with a reason, and begin with a new core: the state of this one is unknown."""
+        """Ends every batch with a reason and starts a new core: the state of this one is unknown."""
         self._note(place, error)
         self._batches.fail(one_line(error))
         self._trails.forget_live()

@@ -1,9 +1,9 @@
-"""The sleep of a service: engines give back the memory of weights and KV to a trainer that shares their device.
+"""The sleep of a service: engines give the memory of weights and KV back to a trainer that shares their device.
 
-Invariant: a sleep is a pause that `resume` does not end; samples in flight continue after it with the next token, since
-only KV is lost. Weights come back as an ordinary load, checked against their digest, before anything starts. A replica
-that joins meanwhile is put to sleep, and a new coordinator that finds more asleep than awake continues the sleep. An
-update of the weights wakes these. Owned by `Rollouts`.
+Invariant: a sleep is a pause that `resume` does not end. Samples in flight continue after it with the next token, since
+only KV is lost. Weights come back by an ordinary load, checked against their digest, before anything starts. A replica
+that joins meanwhile is put to sleep. A new coordinator that finds more replicas asleep than awake continues the sleep.
+An update of the weights wakes the weights. Owned by `Rollouts`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 
 
 class Sleep:
-    """Each call waits for the first look at the replicas, so that a new coordinator knows which of them sleep."""
+    """Each call waits for the first reports of the replicas, so that a new coordinator knows which of them sleep."""
 
     def __init__(
         self, loop: Loop, engines: "EngineClient", registry: ReplicaRegistry, weights: Weights, admission: Admission
@@ -34,17 +34,19 @@ class Sleep:
         self._weights, self._admission = weights, admission
         self._asking: set[str] = set()  # replicas that are being put to sleep
         self._kv_asleep = False
-        self._decided = False  # a call has said whether the service sleeps, so replicas need not show it
-        self.problem: str | None = None  # why a replica did not fall asleep
+        self._decided = False  # True once a call has decided whether the service sleeps
+        self.problem: str | None = None  # the error of a replica that did not fall asleep
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The parts of memory that sleep."""
+        """The parts of memory that are asleep."""
         asleep = {WEIGHTS: self._weights.asleep, KV_CACHE: self._kv_asleep}
         return tuple(tag for tag in TAGS if asleep[tag])
 
     async def begin(self, mode: PauseMode) -> Rejected | None:
-        """Returns once every replica has given its memory back; or why one cannot, and all are awake and resumed."""
+        """Puts the service to sleep. Returns once every replica has given its memory back; or Rejected if one cannot,
+        with all replicas awake and resumed.
+        """
         await self._loop.looked.wait()
         await self._admission.pause(mode)
         if not self._admission.held:
@@ -59,7 +61,9 @@ class Sleep:
         return await self.end(TAGS) or refused
 
     async def end(self, tags: Collection[str]) -> Rejected | None:
-        """Wake these parts; the pause ends once all are awake. Returns why the weights do not come back, if so."""
+        """Wakes these parts; the pause ends once all parts are awake. Returns Rejected if the weights do not come
+        back.
+        """
         await self._loop.looked.wait()
         self._decided = True
         if not self.tags:
@@ -81,11 +85,13 @@ class Sleep:
         return None
 
     def wake_weights(self) -> None:
-        """From now on replicas load the wanted weights."""
+        """Lets replicas load the wanted weights again."""
         self._weights.asleep = False
 
     def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:
-        """The replicas to put to sleep, or whose KV is to wake. `first`: this coordinator has seen no report before."""
+        """Returns calls that put replicas to sleep or wake their KV. `first`: this coordinator has seen no report
+        before.
+        """
         if first and not self._decided and (tags := slept(reports)):
             self._weights.asleep, self._kv_asleep, self._weights.held = WEIGHTS in tags, KV_CACHE in tags, True
         if self._weights.asleep:
@@ -117,10 +123,11 @@ class Sleep:
 
 
 def slept(reports: Collection[EngineStats]) -> set[str]:
-    """The parts that sleep in a service whose coordinator was lost: none if no more replicas sleep than are awake.
+    """Returns the parts that sleep in a service whose coordinator was lost: none unless more replicas sleep than are
+    awake.
 
-    One that the others' wake-up did not reach may sleep on, and one that was cut off at their sleep is awake. A replica
-    without a step has just joined, and says nothing.
+    A replica that a wake-up of the others did not reach may still sleep, and one that was cut off when they fell asleep
+    is awake. A replica without a step has just joined and is not counted.
     """
     asleep = [one for one in reports if one.asleep]
     awake = sum(1 for one in reports if one.steps and not one.asleep)

@@ -1,5 +1,6 @@
-"""Status of the replicas: the core's books joined with the replicas' own reports; and of the longest samples. Called
-by `Rollouts`."""
+"""Status of the replicas (the core's books joined with the replicas' own reports) and of the longest samples. Called by
+`Rollouts`.
+"""
 
 from collections.abc import Mapping
 
@@ -10,7 +11,7 @@ from tailrace.policies.core.rollout import RolloutCore
 
 
 def replica_statuses(table: ReplicaTable, reports: Mapping[str, EngineStats]) -> tuple[ReplicaStatus, ...]:
-    """One per replica that has joined, in order of ids."""
+    """Returns one status per joined replica, in order of ids."""
     return tuple(
         ReplicaStatus(
             replica_id=view.replica_id,
@@ -28,7 +29,7 @@ def replica_statuses(table: ReplicaTable, reports: Mapping[str, EngineStats]) ->
 
 
 def _reported(report: EngineStats | None) -> dict:
-    """Fields of ReplicaStatus that a replica reports itself; none before its first report."""
+    """Returns the fields of ReplicaStatus that a replica reports itself; none before its first report."""
     if report is None:
         return {"preemptions": 0}
     kept = ("preemptions", "work", "performance", "node_id", "cores", "dtype", "ranks", "weight_transfer", "max_loras")
@@ -36,7 +37,7 @@ def _reported(report: EngineStats | None) -> dict:
 
 
 def waits_for(table: ReplicaTable, batches: bool, problem: str | None, held: bool) -> str | None:
-    """Reason why no chunk can run, or None if chunks can. `held`: the service is paused."""
+    """Returns the reason why no chunk can run, or None if chunks can. `held`: the service is paused."""
     if not batches or table.ready():
         return None
     if held:
@@ -49,7 +50,7 @@ def waits_for(table: ReplicaTable, batches: bool, problem: str | None, held: boo
 
 
 def longest_samples(core: RolloutCore, count: int) -> tuple[SampleStatus, ...]:
-    """The `count` longest unended samples by answer tokens, in falling order."""
+    """Returns the `count` unended samples with most answer tokens, longest first."""
     return tuple(
         SampleStatus(
             sample_id=view.sample_id,

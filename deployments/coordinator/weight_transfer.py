@@ -1,8 +1,9 @@
-"""The phases of an update as vLLM's trainer engines drive it: by its own transfer engines, or by weights in memory.
+"""Phases of a weights update as vLLM's trainer engines drive it: by vLLM's transfer engines, or by weights in memory.
 
 Invariant: nothing is loaded here. `finish` gives the source of weights that are staged whole, and their commit is an
-ordinary update; so one that breaks off leaves the service as it was, and the next `start` forgets it. With vLLM's
-engines every replica that `init` found takes part in each phase, since `nccl` waits for all. Used by the coordinator.
+ordinary update. A transfer that breaks off therefore leaves the service as it was, and the next `start` discards it.
+With vLLM's engines every replica that `init` found takes part in each phase, since `nccl` waits for all. Used by the
+coordinator.
 """
 
 import asyncio
@@ -32,12 +33,12 @@ class WeightTransfer:
     ):
         self._engines, self._reports, self._served = engines, reports, served
         self._members: tuple[str, ...] = ()
-        self._backend = ""  # of the trainer that has called `init`
+        self._backend = ""  # engine of the trainer that has called `init`
         self._is_open = False  # between `start` and `finish`
-        self._source = ""  # of weights in memory
+        self._source = ""  # source of weights in memory
 
     async def run(self, phase: str, info: Any) -> str | Rejected:
-        """One phase. Returns the source to commit after `finish`, else an empty text."""
+        """Runs one phase. Returns the source to commit after `finish`, else an empty text."""
         wanted = TransferPhase(phase)
         if (reason := self._out_of_order(wanted)) is not None:
             return Rejected(reason=reason)
@@ -60,7 +61,7 @@ class WeightTransfer:
     def _note(self, phase: TransferPhase, taken: bool) -> None:
         if phase is TransferPhase.SHUTDOWN or (phase is TransferPhase.INIT and not taken):
             self._backend = ""
-        if phase is not TransferPhase.PART:  # one that was open has ended, or is broken off
+        if phase is not TransferPhase.PART:  # an open transfer has ended or is broken off
             self._is_open, self._source = phase is TransferPhase.START and taken, ""
 
     async def _taken(self, phase: TransferPhase, info: Any) -> str | Rejected:
@@ -97,7 +98,9 @@ class WeightTransfer:
         return next(iter(found), "")
 
     def _of(self, transfer: Transfer, place: int, name: str, reports: Mapping[str, EngineStats]) -> Transfer:
-        """The phase as one replica takes it: its rank in the group; its node's slot is written by its first replica."""
+        """Returns the phase for one replica: its rank in the group, and whether it writes its node's slot (the node's
+        first replica does).
+        """
         if transfer.phase is TransferPhase.INIT and "rank_offset" in (transfer.info or {}):
             ranks = (transfer.info["world_size"] - transfer.info["rank_offset"]) // len(self._members)
             offset = transfer.info["rank_offset"] + place * ranks
@@ -109,9 +112,9 @@ class WeightTransfer:
 
 
 def backend_of(info: Any) -> tuple[str, dict]:
-    """The name of a transfer engine, and its own `init_info`. Raises ValueError, one line.
+    """Returns the name of a transfer engine and its own `init_info`. Raises ValueError, one line.
 
-    vLLM's trainer engines do not name themselves: NCCL's info says where to meet, IPC's only how it packs.
+    vLLM's trainer engines do not name themselves: NCCL's info holds an address, IPC's only how it packs tensors.
     """
     info = dict(info or {})
     if (named := info.pop("backend", "")) == MEMORY:
@@ -126,7 +129,7 @@ def backend_of(info: Any) -> tuple[str, dict]:
 
 
 def named_in_memory(info: Any) -> str:
-    """The source in `{"source": "memory:..."}`. Raises ValueError, one line."""
+    """Returns the source in `{"source": "memory:..."}`. Raises ValueError, one line."""
     source = info.get("source") if isinstance(info, dict) else None
     if not is_memory(source):
         raise ValueError(f"update_info: source is {source!r}; the trainer engine {MEMORY} gives memory:...")

@@ -1,9 +1,9 @@
-"""Which weights the replicas are to hold, and the loads that bring them there.
+"""The weights that the replicas should hold, and the loads that bring them there.
 
-Weights are a version and a digest of their content. Invariant: versions only grow, and a version has one digest, so
-two contents never pass for the same weights. A replica that reports others than the wanted ones is asked to load, once
-at a time and with a growing pause, for as long as it does; so one that starts late comes to the current weights before
-the core routes to it. Used by `Rollouts`.
+Weights are a version and a digest of their content. Invariant: versions only grow, and a version has one digest, so two
+contents never pass for the same weights. A replica that reports other weights than the wanted ones is asked to load,
+one request at a time and with a growing pause, until it holds them. A replica that starts late therefore gets the
+current weights before the core routes to it. Used by `Rollouts`.
 """
 
 import asyncio
@@ -21,41 +21,46 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
     from tailrace.deployments.coordinator.engine_client import EngineClient
 
 LOAD_S = 600.0
-"""Longest wait for new weights: a large model's are read from a network folder, after a chunk's next token."""
+"""Maximum seconds to wait for new weights: a large model's are read from a network folder, after a chunk's next
+token.
+"""
 
 MAX_VERSION = 2**32 - 1
-"""Keys of KV have four bytes for it."""
+"""Maximum weights version: keys of KV hold it in four bytes."""
 
 MAX_DIGESTS = 1024
-"""Versions whose digests are kept, the newest; a sample lasts for a few updates."""
+"""Maximum number of versions whose digests are kept, the newest; a sample lasts for a few updates."""
 
 OTHER_WEIGHTS = -1
-"""Version under which a replica joins where nothing is to start: it holds the wanted version with another content, or
-the service is paused."""
+"""Version under which a replica joins if nothing may start on it: it holds the wanted version with another content, or
+the service is paused.
+"""
 
 PAUSE_S = (0.5, 30.0)
-"""Shortest and longest pause before a replica whose load has failed is asked again."""
+"""Minimum and maximum seconds before a replica whose load has failed is asked again."""
 
 
 HEARD_S = 120.0
-"""Longest wait for a first report of a replica: an engine may be cut off, and another one takes minutes to load."""
+"""Maximum seconds to wait for a first report of a replica: an engine may be cut off, and another takes minutes to
+load.
+"""
 
 
 class Weights:
-    """Version 0 names the weights that the engines were started with. `digests`: by version, as far as known."""
+    """Version 0 names the weights that the engines were started with. `digests`: digests of known versions."""
 
     def __init__(self, engines: "EngineClient", before: Callable[[], Awaitable[None]]):
-        """`before`: awaited before other weights are wanted."""
+        """`before`: awaited before the target weights change."""
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
-        self.held = False  # the service is paused: no replica is used
-        self.asleep = False  # their memory is given back: nothing is loaded
-        self.problem: str | None = None  # why the last load of a replica failed
+        self.held = False  # True while the service is paused: no replica is used
+        self.asleep = False  # True while the memory of weights is given back: nothing is loaded
+        self.problem: str | None = None  # the error of the last load that failed
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._engines, self._before = engines, before
         self._heard = asyncio.Event()
         self._loading: set[str] = set()
-        self._pauses: dict[str, tuple[float, float]] = {}  # replica -> when it is asked again, and the pause after that
+        self._pauses: dict[str, tuple[float, float]] = {}  # replica -> time of the next request, and the pause after it
         self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
         self._asleep: set[str] = set()  # replicas, as last reported
         self._paused_s: dict[str, float] = {}  # replica -> seconds without a token for its last load
@@ -63,19 +68,19 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Of the wanted weights; empty until a replica has read them."""
+        """Digest of the wanted weights; empty until a replica has read them."""
         return self.digests.get(self.version, "")
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether a replica has read the wanted weights. Without replicas an update is accepted unread."""
+        """True once a replica has read the wanted weights. Without replicas an update is accepted unread."""
         return bool(self.digest)
 
     async def want(self, version: int, source: str, digest: str = "") -> Rejected | None:
         """Sets the target weights. Returns Rejected, and changes nothing, if they are invalid.
 
-        The present version with the present content is no change, so an update may be repeated. `digest`: of the
-        content that is meant, where the caller knows it from an earlier answer; empty for any.
+        Repeating the present version with its present content is no change. `digest`: the intended content's digest, if
+        the caller knows it from an earlier answer; empty for any.
         """
         if (reason := invalid(version, source)) or (reason := self._too_old(version)):
             return Rejected(reason=reason)
@@ -88,7 +93,7 @@ class Weights:
         await self._before()
         wanted = {digest} - {""}
         found = found or wanted
-        read = next(iter(found), "")  # no replica is up: the first one to load it reports it
+        read = next(iter(found), "")  # without a replica the digest is unknown until the first one loads
         reason = (
             self._too_old(version) or _not_one(version, source, found | wanted) or self._other(version, source, read)
         )
@@ -103,7 +108,9 @@ class Weights:
         return None
 
     def _other(self, version: int, source: str, digest: str) -> str | None:
-        """Why `version` cannot be this content: it is the present version, and has another one."""
+        """Returns why `version` cannot have this content: it is the present version, with another content. Else
+        None.
+        """
         if version != self.version or (digest and digest == self.digest) or source == self.source != "":
             return None
         return f"weights version {version} is taken by other weights ({self.digest or self.source}); versions only grow"
@@ -121,15 +128,16 @@ class Weights:
             self._confirmed = self.version, self.source
 
     def _withdraw(self) -> None:
-        """Return to the last weights that a replica has read: no replica has ever held the wanted ones."""
+        """Returns to the last weights that a replica has read: no replica has ever held the wanted ones."""
         self.digests.pop(self.version, None)
         self.problem = f"weights {self.version} are withdrawn: {self.problem}"
         self.version, self.source = self._confirmed
         self._changed.set()
 
     def observe(self, reports: list[EngineStats]) -> None:
-        """Note the weights of replicas. Adopts versions above its own: a new coordinator finds replicas that an earlier
-        one has brought to other weights."""
+        """Records the weights of replicas. Adopts versions above its own: a new coordinator finds replicas that an
+        earlier one has given newer weights.
+        """
         for report in reports:
             if report.weights_version > self.version:
                 self._set(report.weights_version, report.weights_source, report.weights_digest)
@@ -149,16 +157,17 @@ class Weights:
             del self._pauses[known]
 
     def loads(self, now: float) -> list[Coroutine]:
-        """The loads to start at `now`, seconds of the event loop's clock."""
+        """Returns the loads to start at `now`, in seconds of the event loop's clock."""
         if self.asleep:
             return []
         return [self._load(name) for name in self._late() if self._is_due(name, now)]
 
     def known(self, report: EngineStats) -> EngineStats:
-        """The report as the core is to take it: a content that is not the wanted one is no version of ours.
+        """Returns the report as the core should see it: a replica that must not be used has OTHER_WEIGHTS as its
+        version.
 
-        Until the wanted weights are confirmed no replica is used, since the core still has the version before; nor is
-        one while the service is paused.
+        No replica is used until the wanted weights are confirmed, since the core still has the version before; nor
+        while the service is paused, nor if its content is not the wanted one.
         """
         other = report.weights_version == self.version and report.weights_digest != self.digest
         if other or self.held or report.asleep or not self.is_confirmed:
@@ -172,11 +181,11 @@ class Weights:
                 await self._heard.wait()
 
     def may_have_been(self, version: int, digest: str) -> bool:
-        """Whether these can be the present weights, or earlier ones, as far as is known here."""
+        """Returns whether these can be the present weights or earlier ones, as far as is known here."""
         return version <= self.version and self.digests.get(version) in (None, "", digest)
 
     def refusal(self, batch: RolloutBatch) -> Rejected | None:
-        """Why a batch must not run under the present version, or None."""
+        """Returns Rejected if a batch must not run under the present version, else None."""
         wanted = batch.weights_version
         if self.version >= batch.min_weights_version and wanted in (None, self.version):
             return None
@@ -185,7 +194,7 @@ class Weights:
         return Rejected(reason=reason, by=RejectedBy.WEIGHTS)
 
     async def loaded(self) -> WeightsLoaded | Rejected:
-        """Wait up to LOAD_S until every replica that reports holds the weights wanted now."""
+        """Waits up to LOAD_S until every replica that reports holds the weights wanted now."""
         version = self.version
         try:
             async with asyncio.timeout(LOAD_S):
@@ -213,11 +222,11 @@ class Weights:
         version, now = self.version, asyncio.get_running_loop().time
         self._loading.add(replica_id)
         try:
-            if not self.source and replica_id not in self._asleep:  # one that slept knows its own folder
+            if not self.source and replica_id not in self._asleep:  # a replica that slept knows its own folder
                 raise ValueError(f"it was started on other weights than version {version} of the service")
             await self._engines.ask(replica_id, LoadWeights(version, self.source, self.digest))
             self._pauses.pop(replica_id, None)
-        except (Exception, asyncio.CancelledError) as error:  # of one replica; it is asked again
+        except (Exception, asyncio.CancelledError) as error:  # an error of one replica; the load is repeated
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise
             pause_s = min(PAUSE_S[1], 2 * self._pauses.get(replica_id, (0.0, PAUSE_S[0] / 2))[1])
@@ -231,14 +240,14 @@ class Weights:
 
 
 def _not_one(version: int, source: str, digests: set[str]) -> str | None:
-    """Why the digests read by replicas, and the one that is meant, are no single content."""
+    """Returns why the digests read by replicas are not one content, or None if they are."""
     if len(digests) > 1:
         return f"weights {source}: it is not one content of version {version} ({', '.join(sorted(digests))})"
     return None
 
 
 def invalid(version: object, source: object) -> str | None:
-    """Why these cannot name weights, in one line, or None if they can."""
+    """Returns why these cannot name weights, in one line, or None if they can."""
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= MAX_VERSION:
         return f"weights version is {version!r}; give an integer from 1 to {MAX_VERSION}"
     if not isinstance(source, str) or not source:

@@ -1,6 +1,6 @@
-"""The weights that the replicas compute with, read back and compared with each other and with their source.
+"""Reads back the weights that the replicas compute with, and compares them with each other and with their source.
 
-Called by `Rollouts` when a trainer asks; each replica answers between two of its steps.
+Called by `Rollouts` at a trainer's request; each replica answers between two of its steps.
 """
 
 import asyncio
@@ -17,7 +17,9 @@ if TYPE_CHECKING:  # it loads Ray, and this function needs none of it
 
 
 async def weights_check(engines: "EngineClient", replicas: Sequence[str]) -> WeightsCheck | Rejected:
-    """The weights of these replicas; or why those of one could not be read, or are of another version meanwhile."""
+    """Returns the weights of these replicas; or Rejected if those of one could not be read or have changed version
+    meanwhile.
+    """
     if not replicas:
         return Rejected(reason="no replica is up: there are no weights to read")
     answers = await asyncio.gather(*(engines.ask(name, ReadWeights()) for name in replicas), return_exceptions=True)

@@ -44,7 +44,9 @@ from tailrace.deployments.draft_index.token_index import TokenIndex
 from tailrace.deployments.messages.context import PastAnswer, Source, bits
 
 PHRASED = 5
-"""Minimum aligned places at which phrases are looked up: with over 100 samples in a step their time would show."""
+"""Minimum number of aligned places at which phrases are looked up: with over 100 samples in a step their time would
+show.
+"""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -80,7 +82,7 @@ def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
 class DraftRows(NamedTuple):
     """Drafts of n samples, P paths each: tokens i32[n, P, K], right f32 and sources u8 of that shape.
 
-    lengths i64[n, P]: 0 for a path that there is not. match_tokens i64[n]. See `Proposal`.
+    lengths i64[n, P]: 0 for an absent path. match_tokens i64[n]. See `Proposal`.
     """
 
     tokens: np.ndarray
@@ -155,7 +157,7 @@ class GroupIndex:
             sample[NOTED] = sample[KNOWN]
 
     def extend_all(self, samples: list[int], starts: list[int], tokens: list[list[int]]) -> None:
-        """Calls `extend` for each sample; in one call of a kernel where all continue a few tokens after their last."""
+        """Calls `extend` for each sample; in one call of a kernel if all of them add a few tokens after their last."""
         rows, sizes = self._samples.rows(samples), np.array([len(some) for some in tokens], np.int64)
         table = self._samples.table
         now = table[rows]
@@ -175,7 +177,7 @@ class GroupIndex:
         table[rows, KNOWN] += sizes
 
     def interrupt(self, sample_index: int) -> None:
-        """The next tokens are not the sample's own: its last draft teaches nothing."""
+        """Interrupts a sample: the next tokens are not its own, so its last draft teaches nothing."""
         row = self._samples.row(sample_index)
         self._samples.table[row, LESSON] = -1
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 INDEX, KNOWN, LAST, RUN, TRACKED, FOLLOWED, NOTED, LESSON = range(8)
-"""Columns. KNOWN: its answer tokens in the index. LAST: their last place. RUN: of its latest tokens, or -1.
+"""Columns. KNOWN: its answer tokens in the index. LAST: their last place. RUN: run of its latest tokens, or -1.
 
-TRACKED: its row of `AlignmentState`, or -1 if it is not drafted for. FOLLOWED: known tokens at its latest draft.
-NOTED: those in the phrase table; its next draft adds the others. LESSON: answer position at which a draft to learn from
-began, or -1 without one.
+TRACKED: its row of `AlignmentState`, or -1 if it is not drafted for. FOLLOWED: known tokens at its latest draft. NOTED:
+those in the phrase table; its next draft adds the others. LESSON: answer position at which a draft to learn from began,
+or -1 without one.
 """
 
 

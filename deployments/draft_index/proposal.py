@@ -13,7 +13,7 @@ CERTAIN = 0.999
 class Proposal(NamedTuple):
     """Draft tokens of one path: tokens i32[n], right f32[n] (P(token j is right | those before are)), sources u8[n].
 
-    `sources` are of messages.context.Source. `match_tokens`: context tokens that the longest matching place shares.
+    `sources`: values of messages.context.Source. `match_tokens`: context tokens that the longest matching place shares.
     """
 
     tokens: np.ndarray
@@ -43,7 +43,8 @@ class Proposal(NamedTuple):
     def joined(self, other: "Proposal") -> "Proposal":
         """Returns the path of maximum expected tokens through the tree of both proposals.
 
-        A token that both propose is as likely as the surer one says. After the last such token the better end follows.
+        A token that both propose has the greater of its two probabilities. After the last such token the better end
+        follows.
         """
         both = accepted_tokens(self.tokens.tolist(), other.tokens.tolist())
         right = np.maximum(self.right[:both], other.right[:both])

@@ -22,7 +22,7 @@ PRIOR = Path(__file__).with_name("scorer_weights.json")
 
 LEARNING_RATE = np.float32(1e-3)
 LESSONS = 4
-"""Drafts for each draft that is learned from: the others would cost time and teach the same."""
+"""Number of drafts per draft that is learned from: the others would cost time and teach the same."""
 
 MOST_TOKENS = 64
 """Maximum tokens of a draft."""

@@ -2,9 +2,9 @@
 
 Invariant: only received tokens are proposed. Only a coupled sample waits for its drafter, for a bounded time. A guess
 counts only as far as it agrees with the sample's current tokens, so an overtaken guess is harmless. A sample has one
-line to its drafter over all its chunks on this engine (`lines.py`); a line without any guess in time is given back.
-The line goes to the drafter that ranks first for the sample's name, hence to the same one from every engine. If a
-drafter leaves, only its samples move. Owned by `EngineDrafts`, on the engine's thread; `meet` is called from another.
+line to its drafter over all its chunks on this engine (`lines.py`); a line without any guess in time is given back. The
+line goes to the drafter that ranks first for the sample's name, hence to the same one from every engine. If a drafter
+leaves, only its samples move. Owned by `EngineDrafts`, on the engine's thread; `meet` is called from another.
 """
 
 import time
@@ -34,26 +34,27 @@ class Drafters:
     def __init__(self, config: DrafterConfig, clock: Callable[[], float] = time.monotonic):
         self._config, self._clock = config, clock
         self._zmq = zmq.Context()
-        self._met: tuple[Address, ...] = ()  # of the last `meet`
+        self._met: tuple[Address, ...] = ()  # set by the last `meet`
         self._sockets: dict[Address, zmq.Socket] = {}
         self._running: dict[str, Line] = {}  # by chunk id
         self._kept = Kept()
         self._named: dict[str, Line] = {}  # lines with a drafter, by the drafter's name for them
         self._outbox: dict[Address, list[Message]] = {}
         self._counts: Counter[str] = Counter()
-        self.performance = PerformanceEstimator()  # of its engine, which sets it
+        self.performance = PerformanceEstimator()  # shared with its engine, which sets it
 
     def meet(self, addresses: Sequence[Address]) -> None:
-        """Set the drafters that exist now, replacing the earlier ones. Safe from any thread."""
+        """Sets the drafters that exist now, replacing the earlier ones. Safe from any thread."""
         self._met = tuple(sorted(set(addresses)))
 
     # ---- events from `EngineDrafts` ----------------------------------------------------------------
 
     def open(self, chunk: ChunkRequest, mode: DraftMode | None) -> None:
-        """Register a chunk that drafts; without `mode` the configured one applies.
+        """Registers a chunk that drafts. Without `mode` the configured one applies.
 
         Its drafter is notified before the step that computes the context here: it has to compute the context too,
-        unless it did so in the sample's previous chunk."""
+        unless it did so in the sample's previous chunk.
+        """
         mode = mode or self._config.draft_mode
         line = self._taken_up(chunk, mode)
         if line is None:
@@ -63,7 +64,7 @@ class Drafters:
         self._send()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:
-        """Append new tokens of the chunk."""
+        """Appends new tokens of the chunk."""
         line = self._running[chunk_id]
         self._confirm(line, tokens)
         line.made(tokens, self._clock())
@@ -71,7 +72,7 @@ class Drafters:
             self._give_back(line)
 
     def close(self, chunk_id: str, goes_on: bool = False) -> tuple[int, int]:
-        """End a chunk. Returns its tested draft tokens, verified or overtaken, and the number of right ones.
+        """Ends a chunk. Returns its tested draft tokens, verified or overtaken, and the number of right ones.
 
         `goes_on`: the sample may have another chunk here.
         """
@@ -84,7 +85,7 @@ class Drafters:
         return line.take_judged()
 
     def tidy(self) -> None:
-        """Close kept lines that no chunk has resumed. Called now and then, also while nothing runs."""
+        """Closes kept lines that no chunk has resumed. Called now and then, also while nothing runs."""
         for line in self._kept.take_old(self._clock()):
             self._leave(line)
         self._send()
@@ -92,7 +93,7 @@ class Drafters:
     # ---- once a step -------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Send the events since the last exchange, and read the received messages; once a step."""
+        """Sends the events since the last exchange, and reads the received messages; once a step."""
         if self._met != tuple(self._sockets):
             self._reconnect()
         self._send()
@@ -102,7 +103,7 @@ class Drafters:
                     self._hear(address, message)
 
     def waits(self, chunk_id: str) -> bool:
-        """Whether the chunk should skip the next step: it is coupled, and its drafter's guess is still due."""
+        """Returns whether the chunk should skip the next step: it is coupled, and its drafter's guess is still due."""
         line = self._running[chunk_id]
         if not line.mode.coupled or line.guess or line.silent or line.address is None:
             return False
@@ -115,7 +116,7 @@ class Drafters:
         return waits
 
     def proposal(self, chunk_id: str) -> Proposal:
-        """The draft model's next tokens, up to one window; each with the estimated acceptance so far.
+        """Returns the draft model's next tokens, up to one window, each with the estimated acceptance so far.
 
         Tokens after the window are for the next step, available while the drafter receives the outcome of this one.
         """
@@ -130,16 +131,16 @@ class Drafters:
 
     @property
     def reached(self) -> bool:
-        """Whether there is a drafter, as of the last exchange."""
+        """True if there is a drafter, as of the last exchange."""
         return bool(self._sockets)
 
     def counts(self) -> dict[str, int]:
-        """Counters since the start, and current sizes.
+        """Returns counters since the start, and current sizes.
 
         Since the start: lines opened, resumed by another chunk, joined by their drafter, and given back because it
         never joined (`model_opened`, `model_resumed`, `model_joined`, `model_given_back`); guesses received, overtaken
-        guesses, waits given up (`model_guesses`, `model_overtaken`, `model_late`). Now: drafters; lines, of which not
-        joined yet (`model_lines`, `model_unjoined`), of which without a chunk (`model_kept`).
+        guesses, waits given up (`model_guesses`, `model_overtaken`, `model_late`). Now: drafters; lines, and those of
+        them not joined yet (`model_lines`, `model_unjoined`) or without a chunk (`model_kept`).
         """
         lines = self._named.values()
         now = {"drafters": len(self._sockets), "model_lines": len(lines), "model_kept": len(self._kept)}
@@ -174,7 +175,7 @@ class Drafters:
             self._outbox[line.address].append(Confirm(line.name, len(line.tokens), list(tokens)))
 
     def _assign(self, line: Line) -> None:
-        """Open the line, with all its tokens, at the drafter that ranks first; at none if the window is 0."""
+        """Opens the line, with all its tokens, at the drafter that ranks first; at none if the window is 0."""
         self._named.pop(line.name, None)
         sample = "{}#{}".format(*line.sample)
         drafters = self._sockets if line.mode.window else ()
@@ -207,14 +208,14 @@ class Drafters:
         )
 
     def _leave(self, line: Line) -> None:
-        """Stop drafting for this line."""
+        """Stops drafting for this line."""
         if line.address is not None:
             self._outbox[line.address].append(Stop(line.name))
             del self._named[line.name]
         line.address, line.guess = None, []
 
     def _give_back(self, line: Line) -> None:
-        """Free the drafter, which never joined, for other samples; this one continues without drafts."""
+        """Frees the drafter, which never joined, for other samples; this one continues without drafts."""
         self._leave(line)
         line.given_back = True
         self._counts["model_given_back"] += 1
@@ -254,7 +255,7 @@ class Drafters:
     def _read(self, frame: bytes) -> list[Message]:
         try:
             return decode(frame)
-        except ValueError:  # perhaps another release: its drafts are ignored, other drafters are unaffected
+        except ValueError:  # a drafter of another release, perhaps: only its drafts are ignored
             self._counts["model_bad_frames"] += 1
             return []
 
@@ -280,12 +281,14 @@ class Drafters:
 
 
 def rank(sample: str, address: Address) -> bytes:
-    """Rendezvous hashing (Thaler, Ravishankar 1998): the drafter with a sample's greatest rank drafts for it."""
+    """Returns the drafter's rank for a sample: the greatest drafts for it. Rendezvous hashing (Thaler, Ravishankar
+    1998).
+    """
     return blake2b(f"{sample}\0{address.endpoint}".encode(), digest_size=8).digest()
 
 
 def other_key(key: int) -> int:
-    """A noise key independent of `key`."""
+    """Returns a noise key independent of `key`."""
     return int.from_bytes(blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"tailrace-drafts").digest())
 
 

@@ -33,7 +33,7 @@ class DrafterConfig(BaseModel):
         return DraftMode(self.window, self.mode == "coupled")
 
     def engine(self, target: EngineConfig) -> EngineConfig:
-        """The draft model's engine configuration: the target's, with the fields of this one replaced."""
+        """Returns the draft model's engine configuration: the target's, with the fields of this one replaced."""
         ours = ("model", "max_running", "max_batched_tokens", "kv_cache_gib", "cores", "tensor_parallel", "vllm_args")
         return target.model_copy(update={name: getattr(self, name) for name in ours} | {"draft": NO_DRAFTS})
 

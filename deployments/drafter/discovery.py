@@ -14,14 +14,15 @@ from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.router import poll_all
 
 LOOK_S = 2.0
-"""So late a new drafter gets work, and a lost one gets none; samples of a silent one are drafted for without it after
-`patience_s`. A look costs each engine 2 to 3 ms."""
+"""Seconds between two polls: a new drafter gets work, and a lost one loses it, after that long. Samples of a silent
+drafter continue without it after `patience_s`. A poll costs each engine 2 to 3 ms.
+"""
 
 ANSWER_S = 2.0
 
 
 async def watch(handle: DeploymentHandle, drafters: Drafters) -> None:
-    """Update `drafters` until cancelled. `handle`: of the Drafter deployment."""
+    """Updates `drafters` until cancelled. `handle`: handle of the Drafter deployment."""
     while True:
         try:
             answers = await poll_all(handle, "address", ANSWER_S)

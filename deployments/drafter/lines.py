@@ -14,17 +14,22 @@ from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.performance import FADE
 
 KEPT_S = 20.0
-"""Longest time that a line is kept without a chunk: by then its sample runs elsewhere. Drafters wait 60 s."""
+"""Maximum seconds that a line is kept without a chunk: by then its sample runs elsewhere. Drafters wait 60 s."""
 
 MAX_KEPT = 256
-"""Lines without a chunk; beyond that the oldest is dropped. More than the chunks that run in one engine."""
+"""Maximum number of lines without a chunk, more than the chunks that run in one engine; beyond that the oldest is
+dropped.
+"""
 
 MAX_LATE = 4
-"""Consecutive waits without a draft in time; each is twice as long as the previous one: 0.5, 1, 2, 4 s."""
+"""Maximum number of consecutive waits without a draft in time; each is twice as long as the previous one: 0.5, 1, 2, 4
+s.
+"""
 
 MAX_ALONE = 1000
-"""Consecutive verifications without a guess. The unit is verifications, since a machine with slow ones computes
-contexts slowly too; at 50 ms each a drafter has 50 s to join."""
+"""Maximum number of consecutive verifications without a guess. The unit is verifications, since a machine with slow
+ones computes contexts slowly too; at 50 ms each a drafter has 50 s to join.
+"""
 
 Sample = tuple[str, int]
 """Group id, and index of the sample in the group."""
@@ -37,7 +42,7 @@ class Line:
     chunk: ChunkRequest  # the running one, or the last one
     mode: DraftMode
     tokens: list[int]
-    address: Address | None = None  # of its drafter, or None without one
+    address: Address | None = None  # address of its drafter, or None without one
     name: str = ""  # the drafter's name for it
     guess: list[int] = field(default_factory=list)  # the draft after `tokens`
     patience_s: float = 0.0
@@ -58,35 +63,37 @@ class Line:
 
     @property
     def hopeless(self) -> bool:
-        """Whether its drafter has failed to join for so long that it should draft for others."""
+        """True if its drafter has failed to join for so long that it should draft for others."""
         return self.address is not None and (self.late >= MAX_LATE or self.alone >= MAX_ALONE)
 
     def extends_to(self, chunk: ChunkRequest) -> bool:
-        """Whether the chunk continues this same sample, and its tokens begin with these."""
+        """Returns whether the chunk continues this same sample, and its tokens begin with these."""
         ours, known = self.chunk, len(self.tokens)
         same = (ours.sample_key, ours.prompt_tokens) == (chunk.sample_key, chunk.prompt_tokens)
         return same and ours.sampling == chunk.sampling and chunk.token_ids[:known].tolist() == self.tokens
 
     def made(self, tokens: list[int], now_s: float) -> None:
-        """Append the tokens of one verification."""
+        """Appends the tokens of one verification."""
         self.alone = 0 if self.guess else self.alone + 1
         self.follow(tokens, now_s)
 
     def follow(self, tokens: list[int], now_s: float) -> None:
-        """Append tokens of any origin; the caller sends them to the drafter, and a wait starts now."""
+        """Appends tokens of any origin; the caller sends them to the drafter, and a wait starts now."""
         self.tokens += tokens
         self.guess = remaining(self.guess, tokens)
         self.since_s = now_s
 
     def waits(self, now_s: float) -> bool:
-        """Whether the wait is within `patience_s`; not called again after a False until its drafter sends a guess."""
+        """Returns whether the wait is within `patience_s`; not called again after a False until its drafter sends a
+        guess.
+        """
         if now_s - self.since_s <= self.patience_s:
             return True
         self.silent, self.late, self.patience_s = True, self.late + 1, 2 * self.patience_s
         return False
 
     def hear(self, message: Guess, min_patience_s: float, now_s: float) -> bool:
-        """Take in a guess of its drafter. Returns whether it was in time, False if it was overtaken.
+        """Takes a guess of its drafter. Returns whether it was in time, False if it was overtaken.
 
         After any guess the line waits for its drafter again. A guess in time sets the patience to twice its own delay.
         """
@@ -101,8 +108,9 @@ class Line:
         return in_time
 
     def count(self, tested: int, accepted: int) -> tuple[int, int]:
-        """Take in the drafter's totals since the opening; they restart if the drafter has forgotten the sample. Returns
-        the tested draft tokens since the last totals, and the right ones."""
+        """Takes the drafter's totals since the opening; they restart if the drafter has forgotten the sample. Returns
+        the draft tokens tested since the last totals, and the right ones.
+        """
         before = self.reported if tested >= self.reported[0] and accepted >= self.reported[1] else (0, 0)
         self.reported = tested, accepted
         tested = tested - before[0]
@@ -128,7 +136,7 @@ class Kept:
         return len(self._lines)
 
     def put(self, line: Line, now_s: float) -> list[Line]:
-        """Keep a line. Returns the lines dropped in its place."""
+        """Keeps a line. Returns the lines dropped in its place."""
         given_up = [old] if (old := self._lines.pop(line.sample, None)) is not None else []
         line.since_s = now_s
         self._lines[line.sample] = line
@@ -140,7 +148,7 @@ class Kept:
         return self._lines.pop(sample, None)
 
     def take_old(self, now_s: float) -> list[Line]:
-        """Remove and return the lines kept for KEPT_S or longer."""
+        """Removes and returns the lines kept for KEPT_S or longer."""
         until_s = now_s - KEPT_S
         return [self._lines.pop(line.sample) for line in list(self._lines.values()) if line.since_s <= until_s]
 
@@ -150,16 +158,16 @@ class Kept:
 
 
 def chunk_end(chunk: ChunkRequest) -> int:
-    """Position of the chunk's last token, which is never drafted."""
+    """Returns the position of the chunk's last token, which is never drafted."""
     return len(chunk.token_ids) + chunk.max_tokens - 1
 
 
 def end_of(chunk: ChunkRequest) -> int:
-    """First position without drafts: that of the sample's last token."""
+    """Returns the first position without drafts: that of the sample's last token."""
     limit = chunk.draft.most_tokens
     return chunk_end(chunk) if limit is None else chunk.prompt_tokens + limit - 1
 
 
 def remaining(guess: list[int], tokens: list[int]) -> list[int]:
-    """The rest of a guess after these tokens of the sample; empty if they disagree with it."""
+    """Returns the rest of a guess after these tokens of the sample; empty if they disagree with it."""
     return guess[len(tokens) :] if guess[: len(tokens)] == tokens else []

@@ -32,16 +32,16 @@ class Drafter:
         self._server = DrafterServer(config.engine(target), ray.util.get_node_ip_address(), -1 - here.rank.local_rank)
 
     async def address(self) -> Address:
-        """The address for engines. Raises RuntimeError if the draft model is down."""
+        """Returns the address for engines. Raises RuntimeError if the draft model is down."""
         self.check_health()
         return self._server.address
 
     async def stats(self) -> dict[str, Any]:
-        """See DrafterServer.stats."""
+        """Returns `DrafterServer.stats`."""
         return self._server.stats()
 
     def check_health(self) -> None:
-        """Called by Serve; raising replaces the replica."""
+        """Raises if the draft model is down. Called by Serve, which then replaces the replica."""
         if not self._server.healthy:
             raise RuntimeError("the draft model is down")
 

@@ -19,14 +19,18 @@ from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Ste
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 IDLE_MS = 50
-"""Longest wait for a message while no sample can be drafted for."""
+"""Maximum milliseconds to wait for a message while no sample can be drafted for."""
 
 IDLE_S = 60.0
-"""Time without a message from its engine after which a sample is forgotten; an engine still running it reopens it."""
+"""Seconds without a message from its engine after which a sample is forgotten; an engine that still runs it reopens
+it.
+"""
 
 
 class DrafterServer:
-    """`host`: the address to bind to. Construction returns once the model can draft, and raises vLLM's own errors."""
+    """`host`: the address to bind to. The constructor returns once the model can draft; vLLM's errors pass through
+    it.
+    """
 
     def __init__(self, config: EngineConfig, host: str, rank: int = 0):
         self._stopped, self._counts, self._stats = False, Counter(), {}
@@ -40,7 +44,7 @@ class DrafterServer:
         return self._thread.is_alive()
 
     def stats(self) -> dict:
-        """`Sessions.counts`, refused messages, and `step_cost`, as of the last loop."""
+        """Returns `Sessions.counts`, refused messages, and `step_cost`, as of the last loop."""
         return dict(self._stats)
 
     def stop(self) -> None:
@@ -90,7 +94,7 @@ class DrafterServer:
             try:
                 self._obey(peer, message, sessions)
             except (KeyError, ValueError):
-                if isinstance(message, Confirm):  # of a forgotten sample, or after a lost message
+                if isinstance(message, Confirm):  # for a forgotten sample, or after a lost message
                     say(socket, peer, [Unknown(message.name)])
                 else:  # this sample continues without drafts
                     self._counts["refused"] += 1
@@ -108,5 +112,5 @@ class DrafterServer:
 
 
 def say(socket: zmq.Socket, peer: bytes, messages: list[Message]) -> None:
-    """Send to one engine; dropped if it has left or does not read."""
+    """Sends to one engine; messages are dropped if it has left or does not read."""
     socket.send_multipart([peer, encode(messages)])

@@ -40,7 +40,7 @@ class Session:
         self.coupled = wish.coupled
         self.request, self.name = None, ""  # vLLM's scheduler-side Request, and the name of its outputs
         self.at = 0  # position of the request's next token; below `window.reached` once overtaken
-        self.fits = True  # into the KV cache, after the samples opened earlier
+        self.fits = True  # True if it fits into the KV cache, after earlier samples
         self.fresh = False  # has an unsent guess
         self.sent = -1  # confirmed tokens at the last guess sent; -1 before the first
         self.late = False  # its verifier continued without a guess, so it is not waiting
@@ -49,9 +49,9 @@ class Session:
 
     @property
     def computing(self) -> bool:
-        """Whether its request has no output token yet."""
+        """True if its request has no output token yet."""
         return self.request is not None and not self.request.num_output_tokens
 
     def extends_to(self, wish: Open) -> bool:
-        """Whether `wish` is for this same sample, with these tokens and perhaps more."""
+        """Returns whether `wish` is for this same sample, with these tokens and perhaps more."""
         return self.terms == wish[:8] and wish.tokens[: len(self.tokens)].tolist() == self.tokens

@@ -3,9 +3,9 @@
 A sample keeps one vLLM request while its drafts are right. When its window is full the request is paused, with its KV.
 After a wrong token, or once the verifier has overtaken it, a new request starts from the confirmed context, mostly
 found in the prefix cache. A context in computation is finished even if tokens are confirmed meanwhile, so a late
-drafter catches up. Invariant: no draft leaves its window; each sample is drawn with the noise of its opening
-(`deployments.vllm_exact.sampler`); all requests together fit into the KV cache, in the order of opening, and the
-other samples wait.
+drafter catches up. Invariant: no draft leaves its window. Each sample is drawn with the noise given at its opening
+(`deployments.vllm_exact.sampler`). All requests together fit into the KV cache, in the order of opening; the other
+samples wait.
 """
 
 import time
@@ -54,7 +54,7 @@ class Sessions:
     # ---- messages from verifiers -------------------------------------------------------------------
 
     def open(self, peer: Hashable, wish: Open) -> None:
-        """Start drafting for this sample, or change its mode and end if it is open already.
+        """Starts drafting for this sample, or changes its mode and end if it is open already.
 
         Raises ValueError, one line, if it cannot be drafted for.
         """
@@ -71,7 +71,7 @@ class Sessions:
         self._counts["samples"] += 1
 
     def confirm(self, peer: Hashable, message: Confirm) -> None:
-        """Take in the verifier's tokens. Raises KeyError if the sample is not open, ValueError if tokens lack."""
+        """Takes the verifier's tokens. Raises KeyError if the sample is not open, ValueError if tokens are missing."""
         session = self._sessions[peer, message.name]
         known = session.window.confirmed
         judged = session.window.confirm(message.start, message.tokens)
@@ -91,7 +91,7 @@ class Sessions:
             self._drop(session)
 
     def stop(self, peer: Hashable, name: str) -> None:
-        """End this sample; unknown names are ignored."""
+        """Ends this sample; unknown names are ignored."""
         session = self._sessions.pop((peer, name), None)
         if session is not None:
             self._counts["stopped_before_a_guess"] += session.sent < 0
@@ -99,7 +99,7 @@ class Sessions:
             self._share_kv()
 
     def forget(self, idle_s: float) -> None:
-        """Stop the samples without a message for `idle_s` seconds: their engine is gone."""
+        """Ends the samples without a message for `idle_s` seconds: their engine is gone."""
         until_s = time.monotonic() - idle_s
         for peer, name in [key for key, session in self._sessions.items() if session.used_s < until_s]:
             self.stop(peer, name)
@@ -108,11 +108,11 @@ class Sessions:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would draft something."""
+        """True if a step would draft something."""
         return any(session.window.room and session.fits for session in self._sessions.values())
 
     def step(self) -> list[tuple[Hashable, Guess]]:
-        """Draft one more token for each sample with room. Returns the guesses to send, each with its peer."""
+        """Drafts one more token for each sample with room. Returns the guesses to send, each with its peer."""
         self._share_kv()
         for key, session in self._sessions.items():
             if session.fits:
@@ -132,14 +132,14 @@ class Sessions:
         return self._guesses()
 
     def _turn(self, session: Session, wish: Open) -> None:
-        """Change the mode and the end. A request with another end is dropped."""
+        """Changes the mode and the end. A request with another end is dropped."""
         end, session.coupled = min(wish.end, self._max_model_len), wish.coupled
         if end != session.window.end:
             self._drop(session)
         session.window.turn(end, DraftMode(wish.window, wish.coupled))
 
     def _share_kv(self) -> None:
-        """Reserve KV for the maximum need of each sample, in the order of opening; the others have no request."""
+        """Reserves KV for the maximum need of each sample, in the order of opening; the others have no request."""
         free_blocks = self._requests.kv_blocks
         for session in self._sessions.values():
             max_tokens = min(len(session.tokens) + session.window.ahead, session.window.end) + 1
@@ -151,7 +151,7 @@ class Sessions:
                 self._drop(session)
 
     def _ready(self, key: Key, session: Session) -> None:
-        """Start or resume its request if there is room to draft, else pause it."""
+        """Starts or resumes its request if there is room to draft, else pauses it."""
         window = session.window
         if session.request is not None:
             (resume if window.room else pause)(session.request)
@@ -171,15 +171,15 @@ class Sessions:
             session.used_s = time.monotonic()
 
     def _decoding(self) -> int:
-        """Samples in the next step, one token each, or 0 if the step prefills."""
+        """Returns the number of samples in the next step, one token each, or 0 if the step prefills."""
         running = [s.request for s in self._sessions.values() if s.request is not None and not is_paused(s.request)]
         return len(running) if all(request.num_output_tokens for request in running) else 0
 
     def _take(self, output) -> None:
-        """Take in the next token of a sample.
+        """Takes the next token of a sample.
 
-        There is no room for it if vLLM preempted a paused request. A request overtaken during its prefill starts
-        again, and a coupled verifier receives a guess without tokens: the drafter is near.
+        There is no room for it if vLLM preempted a paused request. A request overtaken during its prefill starts again,
+        and a coupled verifier receives a guess without tokens: the drafter will soon have some.
         """
         key = self._by_request.get(output.request_id)
         if key is None:
@@ -198,7 +198,7 @@ class Sessions:
             self._drop(session)
 
     def _guesses(self) -> list[tuple[Hashable, Guess]]:
-        """Guesses to send: after every token to a verifier that does not wait, else in whole windows."""
+        """Returns the guesses to send: after every token to a verifier that does not wait, else in whole windows."""
         guesses = []
         for (peer, name), session in self._sessions.items():
             window = session.window
@@ -210,7 +210,7 @@ class Sessions:
         return guesses
 
     def _drop(self, session: Session) -> None:
-        """Abort its request, if any, and discard the record kept for it."""
+        """Aborts its request, if any, and discards the record kept for it."""
         if session.request is None:
             return
         request, session.request = session.request, None
@@ -220,7 +220,7 @@ class Sessions:
         self._engine.collective_rpc("take_record", args=(request.request_id, 0, 0))
 
     def _rehearse(self) -> None:
-        """Draft for made-up samples."""
+        """Drafts for made-up samples."""
         context = np.zeros(2 * REHEARSED_TOKENS, np.int32)
         for count in REHEARSED:
             for number in range(count):
@@ -254,12 +254,12 @@ class Sessions:
         return None if cost is None else (cost.tokens, cost.seconds)
 
     def counts(self) -> dict[str, int]:
-        """Counters since the start, and current sizes.
+        """Returns counters since the start, and current sizes.
 
         Since the start: samples; tokens drafted, accepted and wasted; rejections in all and by wasted tokens
         (`wasted.N`); samples stopped before any guess was sent (`stopped_before_a_guess`); contexts computed too late
-        (counter `behind` of overtaken requests); steps and their microseconds. Now: samples open, of which with a guess
-        sent (`joined`), of which without KV.
+        (counter `behind` of overtaken requests); steps and their microseconds. Now: open samples, those of them with a
+        guess sent (`joined`), and those without KV.
         """
         sessions = self._sessions.values()
         now = {"joined": sum(s.sent >= 0 for s in sessions), "without_kv": sum(not s.fits for s in sessions)}

@@ -1,7 +1,7 @@
 """Draft window of one sample: the lead of a draft model over verification, the cost of a wrong token (SpecActor 4.1).
 
-Having sent w tokens, a drafter may draft w more; a coupled one waits for the verifier after the first w. So a wrong
-draft token wastes at most 2w - 1 tokens after it, or w - 1 if coupled. Invariant: drafted tokens end at most 2w (w)
+A drafter that has sent w tokens may draft w more; a coupled one waits for the verifier after the first w. A wrong draft
+token therefore wastes at most 2w - 1 tokens after it, or w - 1 if coupled. Invariant: drafted tokens end at most 2w (w)
 after the confirmed ones; after a change to a narrower mode, drafting pauses until that holds. Confirmed tokens only
 grow, by the verifier's own tokens. Positions are those of the context: 0 is the first token of the prompt. Pure; owned
 by `Sessions`, one for each sample.
@@ -36,7 +36,7 @@ class Window:
         self.stopped = False  # the last draft token ends the sample
 
     def turn(self, end: int, mode: DraftMode) -> None:
-        """Change the mode, and the position before which drafts end."""
+        """Changes the mode, and the position before which drafts end."""
         self.end, self.ahead = end, mode.window if mode.coupled else 2 * mode.window
 
     @property
@@ -46,20 +46,20 @@ class Window:
 
     @property
     def room(self) -> int:
-        """Tokens that may be drafted now."""
+        """Number of tokens that may be drafted now."""
         if self.stopped:
             return 0
         return max(0, min(self.ahead, self.end - self.confirmed) - len(self.guess))
 
     def draft(self, tokens: Sequence[int], stopped: bool = False) -> None:
-        """Append drafted tokens. Raises ValueError if there is no room for them."""
+        """Appends drafted tokens. Raises ValueError if there is no room for them."""
         if len(tokens) > self.room:
             raise ValueError(f"{len(tokens)} tokens drafted, there was room for {self.room}")
         self.guess += tokens
         self.stopped = stopped
 
     def confirm(self, start: int, tokens: Sequence[int]) -> Judged:
-        """Take in the sample's tokens from position `start`; known ones are skipped. Raises ValueError on a gap."""
+        """Takes the sample's tokens from position `start`; known ones are skipped. Raises ValueError on a gap."""
         if start > self.confirmed:
             raise ValueError(f"confirmed from {start} on, but only {self.confirmed} tokens are known")
         tokens = tokens[self.confirmed - start :]

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 
 MAX_TOKENS = 1 << 24
-"""Maximum context of one message: above that of every model, and 64 MiB."""
+"""Maximum context tokens of one message: above that of every model, and 64 MiB."""
 
 
 class Open(NamedTuple):
@@ -48,8 +48,9 @@ class Stop(NamedTuple):
 
 class Guess(NamedTuple):
     """To an engine: a draft after the first `start` tokens, which are confirmed. `tested`: draft tokens since the
-    opening that were compared with the sample, all before them being right; `accepted`: the right ones of these.
-    Without tokens: the drafter is near, and will have some once the engine waits for it."""
+    opening that were compared with the sample, all tokens before them being right; `accepted`: the right ones of these.
+    Without tokens: the drafter will soon have some, once the engine waits for it.
+    """
 
     name: str
     start: int

@@ -1,4 +1,4 @@
-"""A chunk that drafts: its request inside vLLM, its draft in verification, and the results of those before.
+"""A chunk that drafts: its request inside vLLM, its draft under verification, and the results of earlier drafts.
 
 Owned by `EngineDrafts`, on the engine's thread.
 """
@@ -13,13 +13,15 @@ from tailrace.policies.protocol.performance import count_tested
 
 @dataclass(slots=True)
 class DraftedTokens:
-    """A chunk's drafts. Their results are kept as bytes, and counted at its end: a step of 256 samples has as many."""
+    """A chunk's drafts. Their results are stored as bytes and counted at its end: a step of 256 samples has as many
+    results.
+    """
 
     chunk: ChunkRequest
     request: object  # vLLM's scheduler-side Request
     group: IndexedGroup
     slot: int
-    method: str  # of its drafts without a draft model
+    method: str  # method of its drafts without a draft model
     evidence: int  # the sources that these come from (`bits`)
     generated: int  # answer tokens so far
     until: int  # answer tokens at which the chunk ends
@@ -29,7 +31,7 @@ class DraftedTokens:
     sources: bytes = b""  # of `draft`, a byte (`Source`) for each token
     accepted: int = 0  # accepted tokens of `draft`
     unread: list[int] = field(default_factory=list)  # the last tokens, which its group's index does not have yet
-    futile: bool = False  # its last proposal did not pay
+    futile: bool = False  # True if its last proposal cost more than it saved
     drafted_sources: bytearray = field(default_factory=bytearray)
     accepted_sources: bytearray = field(default_factory=bytearray)
     accepted_counts: bytearray = field(default_factory=bytearray)  # accepted tokens, of each verified draft

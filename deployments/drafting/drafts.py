@@ -1,11 +1,10 @@
-"""The drafts of one engine: tokens enter their group's index, and proposals come from it.
+"""The drafts of one engine: tokens are added to their group's index, and proposals are made from it.
 
-A policy decides the length of each. The tokens that a draft model has sent in time are joined with the index's proposal
-in a tree: its best path is verified, other paths by forks where there are some.
-Runs next to vLLM's scheduler, on the engine's thread, between two steps.
-Tokens set as a request's `spec_token_ids` are verified in the next step.
-Invariant: nothing here waits or changes a token (the exact sampler verifies by equality).
-A request gets no more drafts than vLLM will verify, so the counted drafts are the verified ones.
+A policy decides the length of each draft. The tokens that a draft model has sent in time are joined with the index's
+proposal in a tree: its best path is verified by the request, other paths by forks if there are any. Runs next to vLLM's
+scheduler, on the engine's thread, between two steps. Tokens set as a request's `spec_token_ids` are verified in the
+next step. Invariant: nothing here waits or changes a token (the exact sampler verifies by equality). A request gets no
+more drafts than vLLM will verify, so the counted drafts are the verified ones.
 """
 
 from __future__ import annotations
@@ -40,30 +39,35 @@ if TYPE_CHECKING:  # the feed imports Ray, which nothing else here needs
     from tailrace.deployments.drafting.forks import Fork, Forks
 
 ALL_EVIDENCE = 8
-"""Maximum samples in a step at which each is drafted with all its evidence, after every step.
+"""Maximum number of samples in a step for which each is drafted with all its evidence, after every step.
 
 With 64 samples, each uses an eighth of its evidence. By `bench budgets` that costs 0.7 % of the throughput and saves
 half of the drafting time.
 """
 
 LOOK_S = 0.25
-"""Seconds between two measurements of the indexes: the engine reports after every step; indexes can be thousands."""
+"""Seconds between two measurements of the indexes: the engine reports after every step, and there can be thousands of
+indexes.
+"""
 
 ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
-"""Seconds of asking the index for proposals, and for each sample: drafts that miss, `bench overhead` on a busy core."""
+"""Seconds that a proposal from the index takes, per step and per sample: with drafts that miss, `bench overhead` on a
+busy core.
+"""
 
 FUTILE_SHARE, FUTILE_S, FUTILE_STEPS = 0.02, 1e-3, 8
-"""Share of the time of steps, and seconds a step, that asking for drafts that do not pay may take, roughly, and maximum
-steps from one such question to the next."""
+"""Limits on attempts whose drafts do not pay: roughly, their maximum share of step time, their maximum seconds per
+step, and the maximum number of steps between two of them.
+"""
 
 NO_MODEL = DraftMode(0, True)
-"""Mode of chunks that draft from a part of the index: they are sent to no drafter, and they wait for none."""
+"""Mode of chunks that draft from a part of the index: they have no drafter, and wait for none."""
 
 
 class EngineDrafts:
     """The drafts of one engine. `model`: draft models.
 
-    `feed`: tokens of mates on other engines. Without it, only this engine's own samples are known.
+    `feed`: supplies tokens of mates on other engines. Without it, only this engine's own samples are known.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class EngineDrafts:
         self._steps = 0
         self._free: list[int] = []
         self._policy = self._memory = None
-        self.performance = PerformanceEstimator()  # of the engine, which records steps in it
+        self.performance = PerformanceEstimator()  # shared with the engine, which records steps in it
         if model is not None:
             model.performance = self.performance
         self._counts: Counter[str] = Counter()
@@ -95,14 +99,14 @@ class EngineDrafts:
     # ---- calls of the stepper ----------------------------------------------------------------------
 
     def open(self, chunk: ChunkRequest, request) -> None:
-        """Takes an added chunk; a chunk without a plan does not draft."""
+        """Adds a chunk; a chunk without a plan does not draft."""
         plan = chunk.draft
         if plan is None:
             return
         prompt, answer = chunk.token_ids[: chunk.prompt_tokens], chunk.token_ids[chunk.prompt_tokens :]
         group = self._groups.open(plan.group, plan.epoch, prompt)
         if chunk.prompt_tokens < chunk.answer_start == len(chunk.token_ids):
-            group.index.interrupt(plan.sample_index)  # a turn begins: others have said its last tokens
+            group.index.interrupt(plan.sample_index)  # a turn begins: the last tokens came from outside
         group.index.extend(plan.sample_index, 0, answer)
         slot = self._free.pop() if self._free else len(self._running)
         method = plan.method if plan.method in EVIDENCE else DraftMethod.GROUP
@@ -122,12 +126,12 @@ class EngineDrafts:
             self._policy, self._memory = plan.policy, None
 
     def replace(self, chunk_id: str, request) -> None:
-        """Takes the request that continues a chunk: vLLM has ended the one before."""
+        """Replaces a chunk's request by the one that continues it: vLLM has ended the one before."""
         if (drafted := self._running.get(chunk_id)) is not None:
             drafted.request = request
 
     def restart(self, chunk_id: str, request, answer: list[int]) -> None:
-        """Takes the request that continues a chunk after a step that raised. `answer`: the sample's tokens so far."""
+        """Replaces a chunk's request after a step that raised. `answer`: the sample's tokens so far."""
         if (drafted := self._running.get(chunk_id)) is None:
             return
         drafted.request, drafted.draft, drafted.sources = request, [], b""
@@ -139,15 +143,15 @@ class EngineDrafts:
                 self._model.made(chunk_id, missed)
 
     def settle(self) -> None:
-        """Waits for the histories of open groups; only for replays on a modelled clock, never in an engine."""
+        """Waits for the histories of open groups. Only for replays on a modelled clock, never in an engine."""
         self._groups.settle()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:
-        """Takes the tokens of one chunk, see `made_by`."""
+        """Records the tokens of one chunk, see `made_by`."""
         self.made_by([(chunk_id, tokens)])
 
     def made_by(self, made: Iterable[tuple[str, list[int]]]) -> None:
-        """Takes the tokens of chunks that a step has emitted: of each the accepted part of its draft, and one more."""
+        """Records the tokens that a step has emitted for each chunk: the accepted part of its draft, and one more."""
         began_s, self._now_s = time.perf_counter(), time.monotonic()
         running, fresh, model, tests = self._running, self._fresh, self._model, {}
         for chunk_id, tokens in made:
@@ -168,10 +172,10 @@ class EngineDrafts:
         self._spent_s += time.perf_counter() - began_s
 
     def _count(self, drafted: DraftedTokens, tokens: list[int], tests: dict[str, list[int]]) -> None:
-        """Counts the accepted tokens of a chunk's draft; `tokens`: those that its verification has emitted.
+        """Counts the accepted tokens of a chunk's draft. `tokens`: those that its verification has emitted.
 
-        `tests`: of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model are
-        counted with the overtaken ones.
+        `tests`: counts of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model
+        are counted with the overtaken ones.
         """
         draft, size = drafted.draft, len(drafted.draft)
         accepted = size if tokens[:size] == draft else accepted_tokens(draft, tokens)
@@ -201,19 +205,19 @@ class EngineDrafts:
     # ---- proposals ---------------------------------------------------------------------------------
 
     def heard(self, chunk: ChunkRequest, start: int, tokens: list[int]) -> None:
-        """Takes tokens that a copy of the chunk has made: the chunk will make them too."""
+        """Records tokens that a copy of the chunk has made: the chunk will make them too."""
         if (drafted := self._running.get(chunk.chunk_id)) is not None and tokens:
             self._read(drafted)
             self._spread(drafted, start, tokens)
 
     def _read(self, drafted: DraftedTokens) -> None:
-        """Brings the index up to a chunk's last token."""
+        """Extends the index to a chunk's last token."""
         if drafted.unread:
             tokens, drafted.unread = drafted.unread, []
             self._spread(drafted, drafted.generated - len(tokens), tokens)
 
     def _read_all(self, wanted: Iterable[DraftedTokens]) -> None:
-        """Brings the indexes up to the last tokens of these chunks, group by group."""
+        """Extends the indexes to the last tokens of these chunks, group by group."""
         by_group = defaultdict(list)
         for drafted in wanted:
             if drafted.unread:
@@ -231,7 +235,7 @@ class EngineDrafts:
                     self._feed.append(ref, sample, start, tokens)
 
     def _spread(self, drafted: DraftedTokens, start: int, tokens: list[int]) -> None:
-        """Gives new tokens to the index here and to the mates on other engines."""
+        """Adds new tokens to the index here and sends them to mates on other engines."""
         plan = drafted.chunk.draft
         drafted.group.index.extend(plan.sample_index, start, tokens)
         if self._feed is not None:
@@ -249,7 +253,7 @@ class EngineDrafts:
         self._spent_s += time.perf_counter() - began_s
 
     def _is_due(self, running: int, cost: StepCost | None) -> bool:
-        """Returns whether drafts are looked for after this step for all samples, or only for those whose drafts pay."""
+        """Returns whether drafts are proposed after this step for all samples, or only for those whose drafts pay."""
         if cost is None or running <= ALL_EVIDENCE:
             return True
         asking_s, step_s = ASK_S + ASK_SAMPLE_S * running, float(cost.at(running))
@@ -257,7 +261,7 @@ class EngineDrafts:
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
     def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, forks: Forks | None) -> None:
-        """Runs `propose` for all chunks with new tokens, or, unless `due`, for those alone whose drafts pay."""
+        """Runs `propose` for all chunks with new tokens, or, unless `due`, only for those whose drafts pay."""
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
@@ -319,19 +323,19 @@ class EngineDrafts:
         return batch
 
     def _ahead(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
-        """Returns the tokens that a copy, or a lost chunk, has made already, then the guess, which follows them."""
+        """Returns the tokens that a copy or a lost chunk has already made, followed by the guess."""
         known = drafted.group.index.ahead(drafted.chunk.draft.sample_index, drafted.generated, most)
         return guess.after(known).first(most) if len(known) else NOTHING
 
     def _room(self, drafted: DraftedTokens) -> int:
-        """Returns the maximum draft tokens of a chunk.
+        """Returns the maximum number of draft tokens of a chunk.
 
         The last token of a chunk is the bonus token, and vLLM computes no position after its context.
         """
         return min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
 
     def _from_model(self, drafted: DraftedTokens, most: int) -> Proposal:
-        """Returns the draft model's tokens; none if the index knows the next ones, which a copy has made already."""
+        """Returns the draft model's tokens; none if the index knows the next ones, which a copy has already made."""
         plan, index = drafted.chunk.draft, drafted.group.index
         if index.known(plan.sample_index) > drafted.generated:
             return NOTHING
@@ -377,7 +381,7 @@ class EngineDrafts:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The draft methods available now (`DraftPlan.method`); the first is the default of plans without a method."""
+        """Draft methods available now (`DraftPlan.method`); the first is the default of plans without a method."""
         model = (DraftMethod.MODEL,) if self._model is not None and self._model.reached else ()
         return model + (tuple(EVIDENCE) if self._indexed else ())
 

@@ -1,7 +1,7 @@
 """Copies of a chunk that verify other branches of its draft in the same step (multi-path drafts, Seer 4.4).
 
 vLLM verifies one path for each request. A fork is one more request with the sample's own noise.
-It shares the KV of the full blocks before it. The sample will write each token that the fork accepts.
+It shares the KV of the full blocks before it. The sample will generate each token that the fork accepts.
 The fork's tokens therefore go into the group's index and become the chunk's next draft.
 Invariant: forks never add to a result, and never hold KV that a chunk has reserved.
 Off unless `draft.paths` is above 1; owned by the stepper, on the engine's thread.
@@ -31,7 +31,7 @@ class Fork:
 
 
 class Forks:
-    """The forks of one engine. `limits`: as in EngineStats. `forget`: called with vLLM's own id of each ended fork."""
+    """The forks of one engine. `limits`: as in EngineStats. `forget`: called with vLLM's id of each ended fork."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Forks:
         return fork.chunk, start
 
     def fresh(self, chunk_id: str) -> list[Fork]:
-        """Returns the forks of a chunk that take a draft now; each is returned once a step."""
+        """Returns the forks of a chunk that need a draft now; each is returned once a step."""
         found = [fork for fork in self._forks.values() if fork.fresh and fork.chunk.chunk_id == chunk_id]
         for fork in found:
             fork.fresh = False

@@ -36,8 +36,9 @@ class IndexedGroup:
 class GroupIndexes:
     """The indexes by group.
 
-    `feed`: tokens of other replicas and earlier epochs. Without it, only this engine's own samples are known.
-    `vocabulary`: number of the model's tokens; answers with others are of another model, and are left out.
+    `feed`: supplies tokens of other replicas and of earlier epochs. Without it, only this engine's own samples are
+    known. `vocabulary`: number of the model's tokens; answers with other tokens come from another model, and are left
+    out.
     """
 
     def __init__(self, config: DraftConfig, feed: ContextClient | None, vocabulary: int):
@@ -63,7 +64,7 @@ class GroupIndexes:
         return group
 
     def close(self, group: IndexedGroup) -> None:
-        """Counts one running chunk less."""
+        """Counts one running chunk fewer."""
         group.running -= 1
         if not group.running and self._feed is not None:
             self._feed.rest(group.ref)
@@ -98,7 +99,9 @@ class GroupIndexes:
         self._building.append((group.ref, self._builder.submit(HistoryIndex.build, *arguments)))
 
     def _is_ours(self, tokens: np.ndarray) -> bool:
-        """A draft token outside the vocabulary would end the engine: its embedding has no such row."""
+        """Returns whether all tokens are in the vocabulary. One outside would end the engine: its embedding has no such
+        row.
+        """
         return not len(tokens) or (tokens.min() >= 0 and tokens.max() < self._vocabulary)
 
     def _attach(self, ref: GroupRef, future: Future[HistoryIndex]) -> None:

@@ -1,7 +1,7 @@
 """The adapters of one engine: those that are loaded, and the chunks that wait for theirs.
 
-vLLM computes `max_loras` adapters in a step. Invariant: the running chunks have no more of them, others wait in the
-order in which they came, so none waits for ever; an adapter stays loaded while a chunk runs with it; a chunk runs with
+vLLM computes at most `max_loras` adapters in a step. Invariant: the running chunks use at most that many, and others
+wait in order of arrival, so none waits for ever. An adapter stays loaded while a chunk runs with it. A chunk runs with
 the content that its digest names, or is refused. Owned by the stepper.
 """
 
@@ -17,20 +17,21 @@ OFF = "the service takes no adapters; give its engine vllm_args: {enable_lora: t
 
 
 class Adapters:
-    """`engine`: vLLM's LLMEngine with our workers. `max_cpu_loras` of them are kept, the last used."""
+    """`engine`: vLLM's LLMEngine with our workers. The `max_cpu_loras` adapters used last stay loaded."""
 
     def __init__(self, engine):
         self._engine, config = engine, engine.vllm_config.lora_config
         self.slots, self._capacity = (config.max_loras, config.max_cpu_loras) if config else (0, 0)
-        self._numbers: dict[str, int] = {}  # of the loaded ones, by digest, the longest unused first
+        self._numbers: dict[str, int] = {}  # numbers of loaded adapters, by digest, least recently used first
         self._made = 0
         self._used: Counter[str] = Counter()  # running chunks by digest
         self._known: dict[str, Adapter] = {}
         self._waiting: deque[tuple[ChunkRequest, float]] = deque()
 
     def request(self, adapter: Adapter | None):
-        """Returns vLLM's LoRARequest of a loaded adapter. Its name and path enter the names of KV, so they are digests;
-        vLLM never reads the path, since the adapter is loaded."""
+        """Returns vLLM's LoRARequest of a loaded adapter. Its name and path enter the names of KV, so both are the
+        digest; vLLM never reads the path, since the adapter is loaded.
+        """
         if adapter is None:
             return None
         from vllm.lora.request import LoRARequest
@@ -40,7 +41,7 @@ class Adapters:
     def load(self, path: str, digest: str | None = None) -> str:
         """Loads a folder's adapter, unless its content is loaded. Returns its digest.
 
-        `digest`: of the content that is meant. Raises AdapterRefused, one line; nothing has changed then.
+        `digest`: the intended content's digest. Raises AdapterRefused, one line; nothing has changed then.
         """
         if not self.slots:
             raise AdapterRefused(OFF)
@@ -72,12 +73,12 @@ class Adapters:
     # ---- names -------------------------------------------------------------------------------------
 
     def name(self, adapter: Adapter) -> None:
-        """Notes the content of a name, unless a later one is known: the next coordinator asks for it."""
+        """Records the content of a name, unless a newer one is known: the next coordinator reads it."""
         if adapter.version >= self._known.get(adapter.name, adapter).version:
             self._known[adapter.name] = adapter
 
     def forget(self, name: str) -> None:
-        """Forgets a name, and contents that no name and no chunk has."""
+        """Forgets a name, and unloads contents that have no name and no chunk."""
         self._known.pop(name, None)
         named = {adapter.digest for adapter in self._known.values()}
         for digest in [one for one in self._numbers if one not in named and not self._used[one]]:
@@ -89,23 +90,25 @@ class Adapters:
     # ---- chunks ------------------------------------------------------------------------------------
 
     def admits(self, chunk: ChunkRequest) -> bool:
-        """Returns whether a new chunk may run at once: it has no adapter, or none waits and its own has a slot."""
+        """Returns whether a new chunk may run at once: it has no adapter, or no chunk waits and its adapter has a
+        slot.
+        """
         return chunk.adapter is None or not self.slots or (not self._waiting and self._has_slot(chunk.adapter))
 
     def _has_slot(self, adapter: Adapter) -> bool:
         return adapter.digest in +self._used or len(+self._used) < self.slots
 
     def wait(self, chunk: ChunkRequest, submitted_s: float) -> None:
-        """Keeps a chunk until `admitted` gives it."""
+        """Keeps a chunk until `admitted` yields it."""
         self._waiting.append((chunk, submitted_s))
 
     def admitted(self) -> Iterator[tuple[ChunkRequest, float]]:
-        """Yields the chunks that may run now, with their times; each is to be taken before the next."""
+        """Yields the chunks that may run now, with their times; take each before the next."""
         while self._waiting and self._has_slot(self._waiting[0][0].adapter):
             yield self._waiting.popleft()
 
     def withdraw(self, chunk_id: str) -> tuple[ChunkRequest, float] | None:
-        """Returns a waiting chunk, which waits no more, or None if no such one waits."""
+        """Removes a waiting chunk and returns it, or None if it does not wait."""
         found = next((one for one in self._waiting if one[0].chunk_id == chunk_id), None)
         if found is not None:
             self._waiting.remove(found)
@@ -127,6 +130,6 @@ class Adapters:
         self._used[adapter.digest] += 1
 
     def free(self, chunk: ChunkRequest) -> None:
-        """Notes that a chunk that was taken has ended."""
+        """Records that a chunk that was taken has ended."""
         if chunk.adapter is not None:
             self._used[digest_of(chunk.adapter)] -= 1

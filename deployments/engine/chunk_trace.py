@@ -1,4 +1,5 @@
-"""The span of a chunk in its engine: how long it waited, read its context and made tokens, and of which KV and drafts.
+"""The span of a chunk in its engine: how long it waited, read its context and made tokens, and the sources of its KV
+and drafts.
 
 Called by the engine's replica when a chunk has ended.
 """
@@ -13,7 +14,9 @@ from tailrace.deployments.telemetry import Telemetry
 def trace_chunk(
     telemetry: Telemetry, replica_id: str, chunk: ChunkRequest, result: ChunkResult, started_ns: int
 ) -> None:
-    """`started_ns`: when the engine was given it, in unix nanoseconds. A chunk without a traceparent has no span."""
+    """Records a chunk's span. `started_ns`: when the engine received the chunk, in unix nanoseconds. A chunk without a
+    traceparent has no span.
+    """
     if chunk.traceparent is None:
         return
     span = telemetry.span("engine", chunk.traceparent, started_ns, keep=chunk.keep_trace, kind=SpanKind.SERVER)
@@ -32,7 +35,9 @@ def trace_chunk(
 
 
 def attributes_of(replica_id: str, chunk: ChunkRequest, result: ChunkResult) -> dict[str, int | str]:
-    """Without `gen_ai.*`: the coordinator's span of the chunk has those, and tokens are counted once."""
+    """Returns the span's attributes, without `gen_ai.*`: the coordinator's span of the chunk has those, and tokens are
+    counted once.
+    """
     return {
         "tailrace.replica.id": replica_id,
         "tailrace.chunk.id": chunk.chunk_id,
@@ -53,7 +58,7 @@ def attributes_of(replica_id: str, chunk: ChunkRequest, result: ChunkResult) -> 
 
 
 def _drafts_of(report: DraftReport | None) -> dict[str, int]:
-    """Drafted and accepted tokens by source."""
+    """Returns drafted and accepted tokens by source."""
     if report is None:
         return {}
     drafted, accepted = by_source(report.drafted), by_source(report.accepted)

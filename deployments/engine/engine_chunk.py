@@ -21,10 +21,10 @@ RULES = "allowed_token_ids, bad_words, min_tokens, logit_bias or the answer's fo
 
 @dataclass(slots=True)
 class EngineChunk:
-    """Times are of time.monotonic()."""
+    """Times are those of time.monotonic()."""
 
     chunk: ChunkRequest
-    request_id: str  # vLLM's own
+    request_id: str  # vLLM's id
     request: object  # vLLM's scheduler-side Request: its computed tokens and its preemptions
     submitted_s: float
     scheduled_s: float | None = None
@@ -35,7 +35,7 @@ class EngineChunk:
     record: DrawRecord = field(default_factory=DrawRecord.none)  # of requests before the present one
     prompt_logprobs: PromptLogprobs | None = None
     redrawn: dict[int, DrawRecord] = field(default_factory=dict)  # by place in token_ids
-    reason: str | None = None  # of its end, once its last token is there
+    reason: str | None = None  # reason of its end, once it has its last token
     is_out: bool = False  # it waits, without a request in vLLM, after a step that raised
 
     def context(self) -> np.ndarray:
@@ -44,7 +44,7 @@ class EngineChunk:
 
     @property
     def keeps_kv(self) -> bool:
-        """Returns whether its KV is saved although it has come to a stop: its sample has another turn."""
+        """Returns whether its KV is saved even if it ends at a stop: its sample has another turn."""
         return self.chunk.kv is not None and self.chunk.kv.save_stopped
 
     def take(self, token_ids: list[int]) -> None:
@@ -53,7 +53,7 @@ class EngineChunk:
         self.verifications += 1
 
     def has_tokens(self, now_s: float, output) -> None:
-        """Notes its first tokens. `output`: vLLM's RequestOutput of the step."""
+        """Records the chunk's first tokens. `output`: vLLM's RequestOutput of the step."""
         if self.first_token_s is None:
             self.first_token_s, self.cached_tokens = now_s, output.num_cached_tokens
             if self.chunk.scores_prompt:
@@ -72,7 +72,9 @@ class EngineChunk:
         return (token_ids, False) if end is None else (token_ids[: end - len(answer)], True)
 
     def fault(self, record: DrawRecord) -> Exception | None:
-        """Returns why a token of its record was drawn from no distribution, or None. `record`: of all its tokens."""
+        """Returns an error if a token was drawn from no distribution, else None. `record`: the record of all its
+        tokens.
+        """
         if not np.isnan(record.logprobs.sum()):
             return None
         at = int(np.isnan(record.logprobs).argmax())
@@ -84,7 +86,9 @@ class EngineChunk:
         return RequestRefused(f"{place}: no token is left; {RULES} exclude all")
 
     def result(self, end: ChunkEnd, record: DrawRecord, tolerance: float, drafts: DraftReport | None) -> ChunkResult:
-        """Returns the chunk's result as of now. `record`: of all its tokens. `tolerance`: of close calls."""
+        """Returns the chunk's result as of now. `record`: the record of all its tokens. `tolerance`: the tolerance of
+        close calls.
+        """
         now_s = time.monotonic()
         scheduled_s = self.scheduled_s or now_s
         first_token_s = self.first_token_s or now_s
@@ -131,7 +135,7 @@ def tokens_to_verify(chunks: Iterable[EngineChunk]) -> int:
 
 
 def prompt_logprobs(flat) -> PromptLogprobs:
-    """Returns those of vLLM's FlatLogprobs of a prompt: at each position but the first its own token, then others."""
+    """Converts vLLM's FlatLogprobs of a prompt: at each position but the first its own token, then others."""
     tops = list(zip(flat.token_ids, flat.logprobs, strict=True))
     places = list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]
     own = [start for start, _ in places]

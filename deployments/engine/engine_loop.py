@@ -1,9 +1,9 @@
-"""The commands and steps of one engine, without a thread: an inbox, and turns that obey it and step once.
+"""The commands and steps of one engine, without a thread: an inbox, and turns that run its commands and step once.
 
 Invariant: every submitted chunk is answered exactly once, by one call of its `on_done` in a turn.
 The answer is a ChunkResult or an exception.
 A bad chunk or command fails alone. A step that raises fails all chunks and is final.
-An engine whose turn does not end is not healthy: a thread that is alive is no progress.
+An engine whose turn does not end is not healthy, even if its thread is alive.
 Run by EngineRunner on a thread, and by the shell simulation on a virtual clock.
 """
 
@@ -40,17 +40,21 @@ STEP_ALLOWANCE_S = 60.0
 """Minimum seconds that a turn may take: first steps of new shapes compile kernels."""
 
 SLOW_STEPS = 20
-"""A turn may take this many times the slowest turn of late."""
+"""Multiple of the slowest recent turn that a turn may take."""
 
 FADE = 0.99
-"""Of the slowest turn, per turn: after 500 quick ones a first step that compiled for 10 s grants nothing any more."""
+"""Factor by which the slowest turn fades per turn: after 500 quick turns a first step that compiled for 10 s has no
+effect.
+"""
 
 LOAD_ALLOWANCE_S = 900.0
 """Seconds that a load of weights may take: hundreds of GB come from a network folder."""
 
 
 SNAPSHOT_S = 0.02
-"""Maximum age of the figures of an engine whose steps bring new tokens alone; whatever else happens renews them."""
+"""Maximum age, in seconds, of the figures of an engine whose steps only bring new tokens; any other event renews
+them.
+"""
 
 CHANGES = LoadWeights, FallAsleep
 """Commands that wait for the chunks in flight; an engine in which one fails half-way is ended."""
@@ -70,13 +74,13 @@ class EngineLoop:
         self._lock = threading.Lock()  # between `submit` and the end of the loop, which answers the remaining calls
         self._down: EngineDown | None = None
         self._stats, self._snapshot_s = stepper.stats(), now()
-        self._turn_began_s: float | None = None  # of the turn in progress; None between turns
+        self._turn_began_s: float | None = None  # start of the turn in progress; None between turns
         self._allowance_s = STEP_ALLOWANCE_S
         self._slowest_s = 0.0
-        self.weights_pause_s = 0.0  # of the last load: no token was made from the last one before it until it was done
+        self.weights_pause_s = 0.0  # of the last load: from the last token before it to its end
 
     def submit(self, chunk: ChunkRequest, on_done: OnDone) -> None:
-        """Queues a chunk. `on_done` gets its result, the error that it ends with, or EngineDown."""
+        """Queues a chunk. `on_done` gets its result, the error that ended it, or EngineDown."""
         with self._lock:
             down = self._down
             if down is None:
@@ -118,7 +122,7 @@ class EngineLoop:
 
     @property
     def problem(self) -> str | None:
-        """Returns why the engine is not healthy, in one line, or None."""
+        """Returns in one line why the engine is not healthy, or None."""
         if self._down is not None:
             return str(self._down)
         if (overdue_s := self.overdue_s) > 0.0:
@@ -128,7 +132,9 @@ class EngineLoop:
     # ---- for the one thread --------------------------------------------------------------------------
 
     def turn(self, wait_s: float) -> bool:
-        """Obeys the inbox and steps once. Returns False when the loop is down. Waits up to `wait_s` if it is idle."""
+        """Runs the commands in the inbox and steps once. Returns False when the loop is down. Waits up to `wait_s` if
+        it is idle.
+        """
         waiting = self._next(0.0 if self._stepper.busy else wait_s)
         self._turn_began_s = began_s = self._now()
         news = waiting is not None or not self._stepper.busy

@@ -1,6 +1,6 @@
-"""The weights of one engine: their name, their loads, and whether their memory is there.
+"""The weights of one engine: their name, their loads, and whether they are in memory.
 
-Invariant: an engine that sleeps runs no chunk, and its weights come back by a load alone, whose content is checked
+Invariant: an engine that sleeps runs no chunk, and its weights come back only by a load, whose content is checked
 against the digest. Owned by the stepper, and called on its thread.
 """
 
@@ -10,7 +10,7 @@ from tailrace.deployments.vllm_exact.weight_loading import called, weights_diges
 
 
 class EngineWeights:
-    """`engine`: vLLM's LLMEngine. `version`: of the weights that it was started on."""
+    """`engine`: vLLM's LLMEngine. `version`: version of the weights that it was started on."""
 
     def __init__(self, engine, version: int):
         self._engine, self._folder = engine, engine.vllm_config.model_config.model
@@ -18,7 +18,7 @@ class EngineWeights:
         self.asleep: tuple[str, ...] = ()  # parts of memory that are given back
 
     def report(self) -> dict:
-        """The fields of EngineStats."""
+        """Returns the fields of EngineStats about weights."""
         named = {"weights_version": self.version, "weights_source": self._source, "weights_digest": self._digest}
         return named | {"asleep": self.asleep}
 
@@ -33,14 +33,14 @@ class EngineWeights:
         return None
 
     def refusal(self, source: str) -> str | None:
-        """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
+        """Returns in one line why this folder's weights cannot be loaded, or None. Every rank checks."""
         reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
         return next((reason for reason in reasons if reason is not None), None)
 
     def load(self, version: int, source: str, digest: str) -> None:
-        """Puts the safetensors of a source into the running model. No chunk runs meanwhile.
+        """Loads the safetensors of a source into the running model. No chunk runs meanwhile.
 
-        `digest`: of the content that is meant; empty for any. An empty source names the folder that the engine was
+        `digest`: the intended content's digest; empty for any. An empty source names the folder that the engine was
         started on. Raises ValueError, one line; nothing has changed then. KV is kept: its keys carry version and
         digest. Any other error leaves the model half loaded.
         """
@@ -70,7 +70,7 @@ class EngineWeights:
         self.asleep = WEIGHTS, KV_CACHE
 
     def wake_kv(self) -> None:
-        """Has the memory of the KV back."""
+        """Allocates the memory of the KV again."""
         self._wake(KV_CACHE)
 
     def _wake(self, tag: str) -> None:
@@ -79,7 +79,7 @@ class EngineWeights:
             self.asleep = tuple(other for other in self.asleep if other != tag)
 
     def read_back(self) -> WeightsRead:
-        """Returns the weights as they are computed with. Raises ValueError, one line."""
+        """Reads back the weights that the engine computes with. Raises ValueError, one line."""
         if WEIGHTS in self.asleep:
             raise ValueError("the engine sleeps; wake it up first")
         folder = self._source or self._folder
@@ -93,5 +93,5 @@ class EngineWeights:
         return WeightsRead(self.version, self._digest, checksums, unlike, problem)
 
     def transfer(self, transfer: Transfer) -> str:
-        """Takes one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
+        """Runs one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
         return self._engine.collective_rpc("transfer_weights", args=(transfer,))[0]

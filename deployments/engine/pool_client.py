@@ -1,4 +1,4 @@
-"""One engine's client of the pool: requests of chunks to the connector, and its reports about their KV.
+"""One engine's client of the pool: passes requests of chunks to the connector, and reads its reports about their KV.
 
 Invariant: a held result is released exactly once, when its saves have ended or at the save deadline.
 The next engine of the sample therefore finds the KV in the pool, and a dead pool costs a bounded wait.
@@ -34,7 +34,7 @@ class PoolClient:
             performance.pull(tokens, took_s, time.monotonic())
 
     def rejoin(self, master_address: str) -> None:
-        """Continues with the master at another address. Raises RuntimeError if it does not answer."""
+        """Connects to the master at another address. Raises RuntimeError if it does not answer."""
         self._engine.collective_rpc(rejoin, args=(master_address,))
 
     def wish(self, chunk: ChunkRequest) -> dict:
@@ -62,11 +62,11 @@ class PoolClient:
         return bool(self._held)
 
     def hold(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> None:
-        """Takes a result that is complete except for its saves."""
+        """Holds a result that is complete except for its saves."""
         self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic())
 
     def held_tokens(self) -> dict[str, int]:
-        """Returns the tokens of the results that it holds, by chunk id."""
+        """Returns the number of tokens of each held result, by chunk id."""
         return {chunk_id: len(result.token_ids) for chunk_id, (_, _, result, _) in self._held.items()}
 
     def forget(self, request_id: str) -> None:
@@ -89,7 +89,7 @@ class PoolClient:
         return released
 
     def after_step(self, took_s: float, decodes: bool, now_s: float) -> None:
-        """Records a step's time. `decodes`: no chunk was at its prompt or waited for KV."""
+        """Records a step's time. `decodes`: True if no chunk was at its prompt or waited for KV."""
         self._waits.took("step", took_s)
         tokens, chunks = self._connector.scheduled
         if chunks and not decodes:

@@ -1,9 +1,10 @@
-"""An engine after a step that raised: its chunks begin again from their tokens so far, as `Suspects` decides.
+"""Recovery of an engine from a step that raised: its chunks begin again from their tokens so far, as `Suspects`
+decides.
 
-Invariants: no token that a chunk has is lost or drawn otherwise; no KV of the raising step is read or saved under a
-name; after it vLLM has no request, so that nothing of the step is left. A chunk without a request waits. Exact sampling
-makes the tokens those of a run without the fault. Before a chunk is blamed a healthy request is stepped: if it fails,
-the engine is to blame. Owned by the stepper, on the engine's thread; costs nothing until then.
+Invariants: no token that a chunk has is lost or drawn otherwise. No KV of the raising step is read, or saved under a
+name. After it vLLM has no request, so nothing of the step remains. A chunk without a request waits. Exact sampling
+makes the tokens those of a run without the fault. Before a chunk is blamed, a healthy request is stepped: if it fails,
+the engine is to blame. Owned by the stepper, on the engine's thread; costs nothing until a step raises.
 """
 
 import logging
@@ -18,13 +19,13 @@ from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.vllm_exact.requests import Requests
 
 PROBE_TOKENS = 8
-"""Tokens of the healthy request's context."""
+"""Number of context tokens of the healthy request."""
 
 
 class Recovery:
-    """`possible`: tokens that a step may make of a chunk. `link`: the pool's client, or None.
+    """`possible`: returns the number of tokens that a step may make for a chunk. `link`: the pool's client, or None.
 
-    `forget`: drops the account of an ended vLLM request, by its own id. `restart`: takes a chunk and its new request.
+    `forget`: drops the records of an ended vLLM request, by vLLM's id. `restart`: takes a chunk and its new request.
     """
 
     def __init__(
@@ -42,18 +43,20 @@ class Recovery:
         self._possible, self._forget, self._restart = possible, forget, restart
         self._core = engine.engine_core.engine_core
         self._states = engine.output_processor.request_states
-        self._without_chunks = False  # whether the last step raised although it had no chunk
+        self._without_chunks = False  # True if the last step raised although it had no chunk
         self.suspects = Suspects()
 
     def passed(self, made: Iterable[tuple[str, list[int]]]) -> None:
-        """Takes that a step has ended well, with these tokens."""
+        """Records that a step has ended without an error, with these tokens."""
         self._without_chunks = False
         if self.suspects.searching:
             for chunk_id, token_ids in made:
                 self.suspects.made(chunk_id, len(token_ids))
 
     def arrange(self, chunks: Mapping[str, EngineChunk]) -> list[tuple[EngineChunk, Exception]]:
-        """Gives the chunks that run now a request, and takes it from the others. Returns those that got none."""
+        """Gives requests to the chunks that run now, and withdraws those of the others. Returns the chunks that got
+        none, with their errors.
+        """
         if self.suspects.quiet:
             wanted = [one for one in chunks.values() if one.is_out]
         else:
@@ -71,9 +74,9 @@ class Recovery:
         return failed
 
     def after(self, error: Exception, chunks: Mapping[str, EngineChunk]) -> EngineChunk | None:
-        """Clears the engine of a step that raised. Returns the chunk to blame, if it is known now.
+        """Clears the engine after a step that raised. Returns the chunk to blame, if it is known now.
 
-        Raises the error if the engine is to blame; it is to be ended then.
+        Raises the error if the engine is to blame; the engine must end then.
         """
         tried = [one for one in chunks.values() if not one.is_out]
         logging.getLogger(__name__).error("a step with %d chunks: %s", len(tried), one_line(error), exc_info=error)
@@ -114,7 +117,7 @@ class Recovery:
         self._core.reset_encoder_cache()  # vLLM counts items of the step as encoded
 
     def _withdraw(self, running: EngineChunk) -> None:
-        """Takes a chunk's request from vLLM; its KV is not saved."""
+        """Withdraws a chunk's request from vLLM; its KV is not saved."""
         running.redrawn = {at: record for at, record in running.redrawn.items() if at < len(running.token_ids)}
         if self._link is not None:
             self._link.forgo(running.request_id)
@@ -129,6 +132,6 @@ class Recovery:
         running.request, running.request_id, running.is_out = request, request.request_id, False
 
     def _probe(self) -> None:
-        """Draws a token of a healthy request, alone in the engine."""
+        """Draws one token of a healthy request, alone in the engine."""
         chunk = warmup.chunk_of("probe", PROBE_TOKENS, 1)
         self._redraws.draw(chunk, chunk.token_ids, [])

@@ -1,8 +1,8 @@
-"""Draws close calls again, from a canonical computation: the whole context in one request, alone in its steps.
+"""Draws close calls again from a canonical computation: the whole context in one request, alone in its steps.
 
 Invariant: as long as noise stays below the tolerance, no token depends on its batch, chunk or drafts.
-A draw with a wider margin is that of the canonical computation; the others are replaced by it.
-The canonical request reads no KV and nothing reads its own. Its steps depend on the context's length alone.
+A draw with a wider margin equals that of the canonical computation; a closer one is replaced by it.
+The canonical request reads no KV, and no other request reads its KV. Its steps depend on the context's length alone.
 A token that changes ends its request in vLLM; another one continues the chunk. Owned by the stepper.
 """
 
@@ -21,11 +21,11 @@ from tailrace.deployments.vllm_exact.requests import Requests
 NO_POOL = {"version": 0, "min_pull_tokens": None, "save": False, "save_prompt": False}
 
 IDLE_STEPS = 8
-"""Steps that a redraw may take beyond those of its tokens; it needs none."""
+"""Maximum number of steps that a redraw may take beyond those of its tokens; it needs none."""
 
 
 class Redraws:
-    """The redraws of one engine. `drop`: ends the account of a vLLM request, by its own id.
+    """The redraws of one engine. `drop`: drops the records of a vLLM request, by vLLM's id.
 
     `replace`: takes a chunk's id and the request that continues it.
     """
@@ -49,14 +49,15 @@ class Redraws:
         self.counts = {"redraws": 0, "redraws_changed": 0, "redraw_us": 0}
 
     def after_step(self) -> None:
-        """Asks for the close calls of the step that has just ended, if they are drawn again."""
+        """Fetches the close calls of the step that has just ended, if they are drawn again."""
         if self._requests.redraws:
             self._closed = self._engine.collective_rpc("take_closed")[0]
 
     def settle(self, running: EngineChunk, token_ids: list[int], reason: str | None, outputs: list):
-        """Returns (token ids, reason of the end or None) of a chunk's step, with its last token drawn again if close.
+        """Returns (token ids, reason of the end or None) of a chunk's step, with its last token drawn again if it was
+        close.
 
-        reason: vLLM's, of this step. Outputs of other requests, if there are any, are added to `outputs`.
+        `reason`: vLLM's reason of this step. Outputs of other requests, if any, are appended to `outputs`.
         """
         start = len(running.chunk.token_ids) + len(running.token_ids)
         if not token_ids or self._closed.get(running.request_id) != start + len(token_ids) - 1:
@@ -79,7 +80,7 @@ class Redraws:
     def draw(self, chunk: ChunkRequest, context: np.ndarray, outputs: list) -> tuple[int, bool, DrawRecord]:
         """Returns the canonical token after `context`, whether it is a stop token, and its record.
 
-        Outputs of other requests, if there are any, are added to `outputs`.
+        Outputs of other requests, if any, are appended to `outputs`.
         """
         name = f"redraw {self.counts['redraws']} of {chunk.chunk_id}"
         drawn = None
@@ -100,7 +101,7 @@ class Redraws:
         return drawn.token_ids[0], drawn.reason == "stop", record
 
     def _change(self, running: EngineChunk, context: np.ndarray, ended: bool, left: int) -> None:
-        """Ends the chunk's request, which holds another token last; `left`: tokens that a new request may make."""
+        """Ends the chunk's request, whose last token differs. `left`: number of tokens that a new request may make."""
         made = len(context) - len(running.chunk.token_ids)
         if not ended:
             self._requests.abort(running.request_id)
@@ -112,19 +113,21 @@ class Redraws:
             running.request, running.request_id = request, request.request_id
 
     def continuing(self, running: EngineChunk, context: np.ndarray, left: int | None = None):
-        """Returns the request that continues a chunk; `left`: tokens that it may make, or None for all."""
+        """Returns the request that continues a chunk. `left`: number of tokens that it may make, or None for all."""
         left = running.chunk.max_tokens - len(running.token_ids) if left is None else left
         return self._requests.add(running.chunk.chunk_id, running.chunk, context, left, self._continued(running))
 
     def _continued(self, running: EngineChunk) -> dict | None:
-        """Returns the wish of the continuing request: it saves its KV as the first one would have."""
+        """Returns the `kv_transfer_params` of the continuing request: it saves its KV as the first one would have."""
         plan = running.chunk.kv
         if self._kv is None or plan is None:
             return self._kv
         return self._kv | {"version": plan.version, "save": plan.save, "save_stopped": plan.save_stopped}
 
     def keep(self, running: EngineChunk, made: int) -> DrawRecord:
-        """Takes the record of the chunk's request; returns that of all `made` tokens of the chunk, redraws included."""
+        """Adds the record of the chunk's request. Returns the record of all `made` tokens of the chunk, redraws
+        included.
+        """
         before = len(running.record.logprobs)
         wanted = (running.request_id, len(running.chunk.token_ids) + before, made - before)
         # Every tensor-parallel rank keeps the same records; those of the first are used.

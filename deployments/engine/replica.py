@@ -62,7 +62,7 @@ from tailrace.kvpool.status import PoolDown
 class Engine:
     """One engine replica. `otlp`: export spans to the collector in the OTEL_* variables of the replica's process.
 
-    `drafter`, `drafters`: draft models, and the handle of their deployment.
+    `drafter`, `drafters`: configuration of draft models, and the handle of their deployment.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Engine:
         self._rank = rank.local_rank
 
     async def hold_line(self, address: Address, session: str, again: bool = False) -> None:
-        """Takes chunks by a line from a coordinator until it is gone, or another one opens a line.
+        """Takes chunks over a line from a coordinator until it is gone, or another coordinator opens a line.
 
-        `again`: only if there is a line of this session still.
+        `again`: hold the line only if this session still has one.
         """
         if not again:
             if self._line is not None:
@@ -135,7 +135,7 @@ class Engine:
             self._line.report()
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
-        """Runs a chunk to its end. Raises ValueError when it is refused, EngineDown when the engine breaks."""
+        """Runs a chunk to its end. Raises ValueError if it is refused, EngineDown if the engine breaks."""
         loop, chunk = asyncio.get_running_loop(), await with_features(chunk)
         answer: asyncio.Future[ChunkResult] = loop.create_future()
 
@@ -187,7 +187,7 @@ class Engine:
         return answer
 
     async def _fetch(self, source: str) -> None:
-        """Weights in memory are on this node then, and verified. Raises ValueError, one line."""
+        """Copies weights in memory to this node, and verifies them. Raises ValueError, one line."""
         if is_memory(source):
             await asyncio.to_thread(self._weights_memory.fetch, memory_source(source))
 

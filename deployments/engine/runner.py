@@ -17,7 +17,7 @@ IDLE_SNAPSHOT_S = 0.25
 class EngineRunner(EngineLoop):
     """An EngineLoop with its engine and thread. `rank`: this replica's number on its node; it selects its cores.
 
-    Construction returns when the engine can serve (5 to 10 s for a small model). It passes on vLLM's exceptions.
+    The constructor returns when the engine can serve (5 to 10 s for a small model). vLLM's exceptions pass through it.
     """
 
     def __init__(

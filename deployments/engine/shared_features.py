@@ -1,7 +1,8 @@
-"""Features of prompts on their way from the coordinator to replicas, by Ray's object store.
+"""Sends features of prompts from the coordinator to replicas, through Ray's object store.
 
-Invariant: the features of a group are put there once, and come to each node once, however many chunks, samples and
-replicas need them; they go with the group's record. Chunks carry a reference. Called at both ends of a chunk's call.
+Invariant: the features of a group are stored once, and travel to each node once, however many chunks, samples and
+replicas need them; they are freed with the group's record. Chunks carry a reference. Called at both ends of a chunk's
+call.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest
 
 
 class SharedFeatures:
-    """The coordinator's references, by the features themselves. `put`: makes one."""
+    """The coordinator's references, by the features themselves. `put`: stores features and returns a reference."""
 
     def __init__(self, put: Callable[[PromptFeatures], object]):
         self._put = put
@@ -25,7 +26,7 @@ class SharedFeatures:
         return len(self._references)
 
     def referred(self, chunk: ChunkRequest) -> ChunkRequest:
-        """The chunk as it is sent."""
+        """Returns the chunk with a reference instead of its features."""
         if chunk.features is None:
             return chunk
         if chunk.features not in self._references:
@@ -34,5 +35,5 @@ class SharedFeatures:
 
 
 async def with_features(chunk: ChunkRequest) -> ChunkRequest:
-    """The chunk as the engine takes it. Raises Ray's errors if the features are lost."""
+    """Returns the chunk with its features. Raises Ray's errors if they are lost."""
     return replace(chunk, features=await chunk.features) if isinstance(chunk.features, ObjectRef) else chunk

@@ -1,9 +1,9 @@
-"""The outputs of vLLM's steps: tokens of requests that continue are taken as they are, without an object for each.
+"""The outputs of vLLM's steps. Tokens of requests that continue are passed on without an object for each request.
 
 Symptom (vLLM 0.32): for 256 requests its output processor makes 256 objects of 20 fields a step, 1.3 ms on a CPU core.
-Invariant: a request's first and last outputs pass through vLLM's processor, which keeps its books by them; so do all
-outputs where vLLM keeps figures. Requests are those of `Requests.add`: new tokens only, no text, no logprobs of vLLM's.
-Remove when the engine's step can give the core's outputs. Owned by the stepper, on the engine's thread.
+Invariant: a request's first and last outputs pass through vLLM's processor, which needs them for its state; so do all
+outputs where vLLM keeps statistics. Requests are those of `Requests.add`: new tokens only, no text, no logprobs of
+vLLM's. Remove when the engine's step can return the core's outputs. Owned by the stepper, on the engine's thread.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class StepOutputs:
         return found
 
     def _process(self, outputs: list, engine_core_timestamp=None, iteration_stats=None, weight_version=None):
-        """Replaces `OutputProcessor.process_outputs`, which gets the outputs that are not taken here."""
+        """Replaces `OutputProcessor.process_outputs`, which gets only the outputs that are not handled here."""
         rest = outputs
         if iteration_stats is None:
             states, continued, rest = self._states, self._continued, []

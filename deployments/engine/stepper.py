@@ -1,7 +1,7 @@
-"""One vLLM engine and the chunks it is running; a plain object for a single thread (the runner's).
+"""One vLLM engine and the chunks it runs; a plain object for a single thread (the runner's).
 
 Invariant: an added chunk ends exactly once, by `step`, by `abort` or by the end of the engine.
-A refused chunk changes nothing; one that makes steps raise ends alone, see recovery.py.
+A refused chunk changes nothing; a chunk that makes steps raise ends alone, see recovery.py.
 Tokens are collected after each step, so an abort loses no drawn token.
 """
 
@@ -52,8 +52,8 @@ class Stepper:
         self.weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
-        self._unscheduled: dict[str, EngineChunk] = {}  # those of them that no step has computed yet
-        self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
+        self._unscheduled: dict[str, EngineChunk] = {}  # chunks that no step has computed yet
+        self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not returned by `step` yet
         self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
         self.adapters = Adapters(self._engine)
@@ -103,7 +103,7 @@ class Stepper:
 
     @property
     def busy(self) -> bool:
-        """Returns whether a step has work: chunks to run, or finished ones to release."""
+        """True while a step has work: chunks to run, or finished ones to release."""
         waits = self._ended or self._running or self.adapters.waiting() or self._scheduler.has_requests()
         return bool(waits or (self._link is not None and self._link.busy))
 
@@ -127,7 +127,7 @@ class Stepper:
         kv = self._link.wish(chunk) if self._link is not None else None
         try:
             request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, kv)
-        except Exception:  # whatever it is, its adapter is free again
+        except Exception:  # after any error its adapter must be free again
             self.adapters.free(chunk)
             raise
         running = EngineChunk(chunk, request.request_id, request, submitted_s)
@@ -136,13 +136,13 @@ class Stepper:
         try:
             if self._drafts is not None:
                 self._drafts.open(chunk, request)
-        except Exception:  # whatever it is, nothing of the chunk stays
+        except Exception:  # after any error nothing of the chunk must stay
             self._leave(running, keep_kv=False)
             self._drop(running)
             raise
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
-        """Ends a chunk, if it runs, with its tokens so far. `step` returns the result after the saves of its KV."""
+        """Ends a chunk, if it runs, with its tokens so far. `step` returns the result once its KV is saved."""
         if (running := self._running.get(chunk_id)) is not None:
             self._leave(running, keep_kv)
             self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
@@ -158,7 +158,8 @@ class Stepper:
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         """Runs one engine step. Returns the chunks that ended since the previous one, by chunk id.
 
-        An exception in it ends the chunk that is to blame, once that is known. Raises it if the engine is to blame.
+        An exception in the step ends the chunk to blame, once that is known. Raises the exception if the engine is to
+        blame.
         """
         for chunk, submitted_s in self.adapters.admitted():
             try:
@@ -192,7 +193,7 @@ class Stepper:
         self._ended.append((running.chunk.chunk_id, error))
 
     def _drop(self, running: EngineChunk) -> None:
-        """Forgets a chunk whose request in vLLM has ended."""
+        """Removes a chunk whose request in vLLM has ended."""
         chunk_id = running.chunk.chunk_id
         del self._running[chunk_id]
         self._unscheduled.pop(chunk_id, None)
@@ -308,7 +309,7 @@ class Stepper:
             self._hand_over(running, result)
 
     def _hand_over(self, running: EngineChunk, result: ChunkResult | Exception) -> None:
-        """Gives a result to the caller of `step`; with a pool, once the saves of its KV have ended."""
+        """Returns a result from the next `step`; with a pool, once the saves of its KV have ended."""
         failed = isinstance(result, Exception)
         if failed and self._link is not None and not running.is_out:
             self._link.forget(running.request_id)
@@ -323,7 +324,7 @@ class Stepper:
         record = self._redraws.keep(running, len(running.token_ids))
         drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
         result = running.fault(record) or running.result(end, record, self._requests.tolerance, drafts)
-        del self._running[chunk_id]  # now: it is still here if anything above raises
+        del self._running[chunk_id]  # only now: it must still be here if anything above raises
         self._unscheduled.pop(chunk_id, None)
         self.adapters.free(running.chunk)
         self._past_preemptions += running.request.num_preemptions
@@ -336,7 +337,7 @@ class Stepper:
         return self._engine.reset_prefix_cache()
 
     def rejoin_pool(self, master_address: str) -> None:
-        """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
+        """Connects to the pool's master at another address. Raises RuntimeError if it does not answer."""
         self._link.rejoin(master_address)
 
     def peek(self, chunk_id: str) -> np.ndarray:

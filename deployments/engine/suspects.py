@@ -1,20 +1,23 @@
 """The search for the chunk that makes an engine's steps raise: which chunks run, and which wait, after such a step.
 
 Owned by the stepper, which reports raising steps, tokens and ends. Pure: chunk ids in, chunk ids out.
-The chunks of the raising step are halved until one is alone in two of them: that one is to blame.
+The chunks of a raising step are halved until one runs alone. If its step raises, and one with it has before, it is to
+blame.
 A chunk is cleared once it has made as many tokens as the raising step might have; then it waits for the search's end.
 Invariants: a chunk that never raises alone is never blamed; every search ends, after at most 2 n trials of n chunks.
-A fault of chunks in company lowers the number that run together, in the end to one, until all of them have ended.
+A fault of several chunks together lowers the number that run together, in the end to one, until all of them have ended.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 
 FREE_SEARCHES = 1
-"""Searches that find no culprit before fewer chunks run together: a fault that does not come again costs no more."""
+"""Number of searches without a culprit before fewer chunks run together: a fault that does not recur costs no more."""
 
 RAISES_TO_BLAME = 2
-"""Steps with a chunk that raised, the last one with it alone: a fault that does not come again blames no chunk."""
+"""Number of raising steps that make a chunk guilty, the last one with it alone: a fault that does not recur blames no
+chunk.
+"""
 
 
 class Suspects:
@@ -35,7 +38,7 @@ class Suspects:
 
     @property
     def quiet(self) -> bool:
-        """Returns whether all chunks run: there is no search, and no earlier one matters any more."""
+        """True if all chunks run: there is no search, and no earlier one matters any more."""
         return not self._trial and not self._careful
 
     @property
@@ -43,21 +46,21 @@ class Suspects:
         return bool(self._trial)
 
     def running(self) -> list[str]:
-        """Returns the chunks that run now; all others that joined wait. Not to be asked while it is quiet."""
+        """Returns the chunks that run now; all others that joined wait. Must not be called while it is quiet."""
         if self._trial:
             return list(self._trial)
         known = sorted(self._known, key=lambda chunk_id: chunk_id not in self._careful)
         return known[: self._cap] if self._cap else known
 
     def join(self, chunk_id: str) -> None:
-        """Takes a new chunk: it waits for the end of a search."""
+        """Adds a new chunk: it waits for the end of a search."""
         if not self.quiet:
             self._known[chunk_id] = None
 
     def raised(self, possible: Mapping[str, int]) -> str | None:
-        """Takes that a step raised with these chunks. `possible`: the tokens of each that it might have made.
+        """Records that a step raised with these chunks. `possible`: number of tokens that it might have made of each.
 
-        Returns the one that is to blame unless the engine is broken; it is then to be blamed or the engine ended.
+        Returns the chunk that is to blame unless the engine is broken; the caller must then blame it or end the engine.
         """
         for chunk_id, tokens in possible.items():
             self._known[chunk_id] = None
@@ -68,7 +71,7 @@ class Suspects:
         if size == 1 and self._raises[group[0]] >= RAISES_TO_BLAME:
             return group[0]
         if rest := [chunk_id for chunk_id in self._trial if chunk_id not in possible]:
-            self._groups.append(rest)  # its turn had come in the very step that raised
+            self._groups.append(rest)  # it was about to be tried in the step that raised
         half = (size + 1) // 2
         self._trial = group[:half]
         if group[half:]:
@@ -76,18 +79,18 @@ class Suspects:
         return None
 
     def made(self, chunk_id: str, tokens: int) -> None:
-        """Takes that a chunk has made tokens in a step that did not raise."""
+        """Records that a chunk has made tokens in a step that did not raise."""
         if chunk_id in self._trial:
             self._missing[chunk_id] -= tokens
             self._go_on()
 
     def blame(self, chunk_id: str) -> None:
-        """Takes that the chunk which `raised` gave has ended."""
+        """Records that the chunk which `raised` returned has ended."""
         self._has_found = True
         self.leave(chunk_id)
 
     def leave(self, chunk_id: str) -> None:
-        """Takes that a chunk has ended, however it did."""
+        """Records that a chunk has ended, however it did."""
         self._known.pop(chunk_id, None)
         self._careful.discard(chunk_id)
         was_searching = self.searching

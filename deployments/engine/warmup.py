@@ -17,7 +17,9 @@ CONTEXT_TOKENS = (8, 192)
 """Context lengths: a small step, and one that measures the speed of prompts."""
 
 VERIFIED = ((1, 0), (1, 1), (1, 3), (1, 7), (1, 15), (4, 3), (4, 7), (4, 15))
-"""Chunks, and draft tokens of each: steps of 1 to 64 tokens. Costs of larger steps are learned from real chunks."""
+"""Numbers of chunks, and draft tokens of each: steps of 1 to 64 tokens. Costs of larger steps are learned from real
+chunks.
+"""
 
 STEPS = 4
 ANSWER, WRONG = 1, 2

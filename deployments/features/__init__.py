@@ -1,1 +1,1 @@
-"""Processed images, videos and sounds of prompts: their form in requests, their names, and their way into vLLM."""
+"""Processed images, videos and sounds of prompts: their format in requests, their names, and their way into vLLM."""

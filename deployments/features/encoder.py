@@ -1,4 +1,4 @@
-"""The encoders of a multimodal model in a vLLM worker: each item is encoded by itself, and tried before it is taken.
+"""The encoders of a multimodal model in a vLLM worker: each item is encoded by itself, and tried before it is accepted.
 
 Invariants: an item's embeddings are a function of the item and the weights, whatever else is encoded in the step. A
 request whose items do not fit the model is refused before it is in a step, where its error would end all chunks.
@@ -29,7 +29,7 @@ def encode_alone(runner) -> None:
 
 
 def features_refusal(runner, features: PromptFeatures, token_ids: list[int]) -> str | None:
-    """Why the model cannot take these features of a prompt, in a few words, or None if it can. Encodes each item."""
+    """Returns in a few words why the model cannot take these features of a prompt, or None. Encodes each item."""
     import torch
 
     from tailrace.deployments.features.vllm_inputs import specs

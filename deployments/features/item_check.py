@@ -1,8 +1,8 @@
-"""A strict look at an encoded item before vLLM's own decoder sees it.
+"""Strict check of an encoded item before vLLM's own decoder reads it.
 
-Invariant: the decoder then makes tensors alone. By itself it unpickles two kinds of content where an environment
-variable allows it, and takes any attribute of torch and of vLLM's factories by its name. Source of the form:
-`MsgpackEncoder`, vLLM 0.32, `v1/serial_utils.py`. Called by the coordinator and by the engine, for every item.
+Invariant: after the check the decoder creates only tensors. By itself it unpickles two kinds of content if an
+environment variable allows it, and reads any attribute of torch and of vLLM's factories by its name. Source of the
+format: `MsgpackEncoder`, vLLM 0.32, `v1/serial_utils.py`. Called by the coordinator and by the engine, for every item.
 """
 
 from math import prod
@@ -12,10 +12,10 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes of one element, of the types that are taken."""
+"""Bytes of one element, for each type that is accepted."""
 
 RAW_TENSOR = 3
-"""The only extension that is taken. vLLM's 1 and 2 are pickles."""
+"""The only extension that is accepted. vLLM's 1 and 2 are pickles."""
 
 FIELD_KEYS = {
     "batched": {"keep_on_cpu"},
@@ -25,14 +25,14 @@ FIELD_KEYS = {
 """How items of a batch are put together, and the arguments of each way."""
 
 EMBEDDINGS = "_embeds"
-"""How vLLM's models end the names of fields that bypass their encoders. Nothing would check their width."""
+"""Suffix of the names of fields that bypass the encoders of vLLM's models. Nothing would check their width."""
 
 MAX_DEPTH = 4
-"""Lists in lists; a video of several sizes has two."""
+"""Maximum depth of nested lists; a video of several sizes has two levels."""
 
 
 def item_refusal(content: bytes) -> str | None:
-    """Why this is not an encoded item, in a few words, or None if it is one."""
+    """Returns in a few words why this is not an encoded item, or None if it is one."""
     import msgspec  # it comes with vLLM, and drivers have none
 
     try:

@@ -1,7 +1,7 @@
-"""The features of one prompt as they travel inside the service, with names that are made from their content.
+"""The features of one prompt as the service sends them between processes, with names made from their content.
 
-Invariant: two items of one name have the same bytes, whatever hash a caller sends. The name is vLLM's `mm_hash`: it is
-in the keys of KV blocks, in vLLM's caches of encoder outputs, and in the names of groups and prompts.
+Invariant: two items with one name have the same bytes, whatever hash a caller sends. The name is vLLM's `mm_hash`: it
+is part of the keys of KV blocks, of vLLM's caches of encoder outputs, and of the names of groups and prompts.
 """
 
 import binascii
@@ -28,14 +28,14 @@ class FeatureItem:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PromptFeatures:
-    """`items`: by offset. `name`: of the items and their places, 64 hex digits."""
+    """`items`: ordered by offset. `name`: names the items and their positions, 64 hex digits."""
 
     items: tuple[FeatureItem, ...]
     name: str
 
     @classmethod
     def of(cls, features: Features) -> "PromptFeatures":
-        """Raises ValueError, one line, for a text that is not base64."""
+        """Converts a request's features. Raises ValueError, one line, for a text that is not base64."""
         items = []
         for modality, spans in features.mm_placeholders.items():
             metadata = (features.mm_metadata or {}).get(modality, (None,) * len(spans))
@@ -58,7 +58,7 @@ class PromptFeatures:
 
 
 def item_name(modality: str, content: bytes, metadata: bytes) -> str:
-    """64 hex digits of blake2b over the content: no two contents of one name can be found."""
+    """Returns 64 hex digits of blake2b over the content: no two contents with one name can be found."""
     digest = blake2b(f"{modality}\0{len(content)}\0".encode(), digest_size=32, person=b"tailrace-item")
     digest.update(content)
     digest.update(metadata)
@@ -66,8 +66,9 @@ def item_name(modality: str, content: bytes, metadata: bytes) -> str:
 
 
 def continues(earlier: PromptFeatures | None, later: PromptFeatures | None, context_tokens: int) -> bool:
-    """Whether a prompt with features `later` can begin with a context of that length, which has `earlier`: the same
-    items at the same places, and any others after it."""
+    """Returns whether a prompt with features `later` can continue a context of that length that has `earlier`: the same
+    items at the same positions, and any others after the context.
+    """
     before, now = (() if each is None else each.items for each in (earlier, later))
     same = [(item.name, item.offset, item.length) for item in now[: len(before)]]
     is_same = same == [(item.name, item.offset, item.length) for item in before]

@@ -1,4 +1,4 @@
-"""Features as vLLM takes them: decoded by its own decoder, after `item_check`. Called on the engine's thread.
+"""Features in vLLM's types, decoded by its own decoder after `item_check`. Called on the engine's thread.
 
 Invariant: vLLM's hash of an item is its name, which is made from its content.
 """
@@ -8,7 +8,7 @@ from tailrace.deployments.features.prompt_features import FeatureItem, PromptFea
 
 
 def prompt_input(features: PromptFeatures, token_ids: list[int], cache_salt: str):
-    """vLLM's engine input of a prompt. Raises ValueError for an item that is none."""
+    """Returns vLLM's engine input of a prompt. Raises ValueError for an invalid item."""
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -24,7 +24,7 @@ def prompt_input(features: PromptFeatures, token_ids: list[int], cache_salt: str
 
 
 def specs(features: PromptFeatures) -> list:
-    """vLLM's MultiModalFeatureSpec of each item, in order. Raises ValueError for an item that is none."""
+    """Returns vLLM's MultiModalFeatureSpec of each item, in order. Raises ValueError for an invalid item."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     return [
@@ -40,7 +40,7 @@ def specs(features: PromptFeatures) -> list:
 
 
 def _decoded(item: FeatureItem):
-    """vLLM's MultiModalKwargsItem."""
+    """Returns vLLM's MultiModalKwargsItem of an item."""
     from vllm.entrypoints.scale_out.token_in_token_out.mm_features import merge_mm_kwargs_items
     from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.v1.serial_utils import MsgpackDecoder

@@ -1,7 +1,7 @@
-"""Processed images, videos and sounds of a prompt, in the form of vLLM 0.32.
+"""Processed images, videos and sounds of a prompt, in the format of vLLM 0.32.
 
 Source of names and rules: `MultiModalFeatures`, `entrypoints/scale_out/token_in_token_out/protocol.py`. Here every item
-brings its data: there is no cache from which one could be taken. Part of a PromptGroup, and of the gateway's requests.
+carries its data: there is no cache to take one from. Part of a PromptGroup, and of the gateway's requests.
 """
 
 from itertools import pairwise
@@ -10,17 +10,17 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_ITEMS = 256
-"""Of one prompt."""
+"""Maximum number of items of one prompt."""
 
 MAX_BYTES = 256 << 20
-"""Of all encoded items of one prompt: a large image has some 20 MB."""
+"""Maximum size of all encoded items of one prompt: a large image has some 20 MB."""
 
 Encoded = dict[str, tuple[str | None, ...]]
-"""By modality, one text for each item: base64 of vLLM's msgpack."""
+"""One text for each item, by modality: base64 of vLLM's msgpack."""
 
 
 class PlaceholderSpan(BaseModel):
-    """Token positions [offset, offset + length) of a prompt, whose embeddings are those of one item."""
+    """Token positions [offset, offset + length) of a prompt, whose embeddings come from one item."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     offset: int = Field(ge=0)
@@ -28,7 +28,7 @@ class PlaceholderSpan(BaseModel):
 
 
 class Features(BaseModel):
-    """`mm_hashes` is needed for its form alone: names are made from the content, see `PromptFeatures`."""
+    """`mm_hashes` is required only for compatibility: names are made from the content, see `PromptFeatures`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
     mm_hashes: dict[str, tuple[str, ...]]

@@ -1,1 +1,1 @@
-"""One stream of deltas for those that watch a service: its state as rows, and each time the rows that have changed."""
+"""One stream of deltas for watchers of a service: its state as rows, then each time the rows that have changed."""

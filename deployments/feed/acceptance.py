@@ -9,7 +9,7 @@ from tailrace.deployments.messages.drafts import DraftReport, by_source
 
 
 class Acceptance:
-    """Since the coordinator's start."""
+    """Counts since the coordinator's start."""
 
     def __init__(self):
         self._total = DraftReport.none(0)
@@ -19,7 +19,9 @@ class Acceptance:
             self._total.add(report)
 
     def row(self) -> dict[str, Any]:
-        """`positions`: verifications that accepted more than j tokens, from j = 0 on. Empty without drafts."""
+        """Returns the counts as a row. `positions`: number of verifications that accepted more than j tokens, from j =
+        0 on. Empty without drafts.
+        """
         total = self._total
         if not total.verifications:
             return {}

@@ -1,8 +1,8 @@
-"""A state of named rows in sections, and the numbered changes of it, for any number of followers.
+"""A state of named rows in sections, and its numbered changes, for any number of followers.
 
-Invariant: the whole state with all later deltas is the present state. A follower gets the whole state first; one that
-reads slowly, or was away, and has missed more deltas than are kept, gets the whole state again. Nothing is kept per
-follower. Used by the coordinator's `Feed`, and by the board, which hands its own to browsers.
+Invariant: the whole state with all later deltas is the present state. A follower gets the whole state first. A follower
+that reads slowly, or was away, and has missed more deltas than are kept, gets the whole state again. Nothing is kept
+per follower. Used by the coordinator's `Feed`, and by the board, which passes its own to browsers.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 Sections = dict[str, dict[str, Any]]
-"""Rows by section and name; in a delta None takes the place of a row that is gone."""
+"""Rows by section and name; in a delta, None marks a removed row."""
 
 KEPT = 32
-"""Deltas; at two a second a follower may be 16 s late."""
+"""Number of deltas that are kept; at two a second a follower may be 16 s late."""
 
 
 def fold(state: Sections, changes: Sections) -> None:
-    """Change a state by a delta."""
+    """Applies a delta to a state."""
     for section, rows in changes.items():
         known = state.setdefault(section, {})
         for name, row in rows.items():
@@ -30,14 +30,14 @@ def fold(state: Sections, changes: Sections) -> None:
 
 
 def change(known: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The rows of a section that differ from those known, and None for each that is gone."""
+    """Returns the rows of a section that differ from the known ones, and None for each removed row."""
     found = {name: row for name, row in now.items() if known.get(name) != row}
     found.update((name, None) for name in known.keys() - now.keys())
     return found
 
 
 class Deltas:
-    """`epoch`: no other object has or has had it, so that the numbers of two are not mixed up."""
+    """`epoch`: unique among such objects, so that the numbers of two are not mixed up."""
 
     def __init__(self, epoch: str):
         self.epoch, self.number, self.at_s = epoch, 0, 0.0
@@ -46,7 +46,7 @@ class Deltas:
         self._next = asyncio.Event()
 
     def put(self, at_s: float, changes: Sections) -> None:
-        """Fold the next delta, and wake the followers. `at_s`: unix seconds. Empty sections are left out."""
+        """Applies the next delta, and wakes the followers. `at_s`: unix seconds. Empty sections are left out."""
         changes = {section: rows for section, rows in changes.items() if rows}
         fold(self.state, changes)
         self.number, self.at_s = self.number + 1, at_s
@@ -59,8 +59,9 @@ class Deltas:
         return json.dumps(about | {"sections": sections}).encode()
 
     async def follow(self, epoch: str = "", number: int = 0) -> AsyncIterator[bytes]:
-        """The whole state, then each delta, as JSON, for ever. `epoch`, `number`: of the last delta that the follower
-        has, if it has any: it then gets those after it alone, as far as they are kept."""
+        """Yields the whole state, then each delta, as JSON. Never ends. `epoch`, `number`: those of the last delta that
+        the follower has, if any; it then gets only later deltas, as far as they are kept.
+        """
         if epoch != self.epoch:
             number = -1
         while True:

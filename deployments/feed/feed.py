@@ -1,8 +1,8 @@
-"""The stream of deltas that a coordinator gives to those that watch it.
+"""The stream of deltas that a coordinator gives to its watchers.
 
-Invariant: while somebody watches, there is one look every EVERY_S or seldomer, however many watch; else none. A stream
-ends after STREAM_DELTAS, so that an unread one, or one that was left open, holds no more than that; its reader opens
-the next one from where it is. Owned by the coordinator.
+Invariant: while there is a watcher, the service is read once every EVERY_S or less often, however many watch; else
+never. A stream ends after STREAM_DELTAS, so that an unread or abandoned one holds no more than that; its reader opens
+the next one where it ended. Owned by the coordinator.
 """
 
 import asyncio
@@ -16,26 +16,29 @@ from tailrace.deployments.messages.rollout import Rejected
 EVERY_S = 0.5
 
 LOOKS_SHARE = 1 / 250
-"""Of the loop's time, at most: in a large fleet, whose looks take longer, they come seldomer than EVERY_S."""
+"""Maximum share of the loop's time: in a large fleet, where a look takes longer, looks are less frequent than
+EVERY_S.
+"""
 
 LOOKS_AVERAGED = 8
-"""Of the looks by whose average the next one is put off: a single one may be held up by anything."""
+"""Number of looks whose average duration delays the next one: a single look may be held up by anything."""
 
 STREAM_DELTAS = 60
 
 MAX_FOLLOWERS = 32
-"""Streams at once. A board is one, whatever number of browsers it serves."""
+"""Maximum number of streams at once. A board needs one, whatever number of browsers it serves."""
 
 POOL_BYTES_S = 30.0
-"""Seconds between looks at the keys of each weights version: the pool's master reads every key for one."""
+"""Seconds between reads of the keys of each weights version: the pool's master scans every key for one."""
 
 MAX_POOL_KEYS = 200_000
-"""A pool with more is not asked: the answer would take its master a second."""
+"""Maximum number of keys of a pool that is asked for them: with more, the answer would take its master a second."""
 
 
 class Feed:
-    """`keys_by_version`: asks the pool's master, or None if there is no pool. `note`: counts an error that one look
-    has met. `spent_s`: the clock of the loop's processor time."""
+    """`keys_by_version`: asks the pool's master, or None if there is no pool. `note`: counts an error of one look.
+    `spent_s`: clock of the loop's processor time.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Feed:
         note: Callable[[Exception], None],
         spent_s: Callable[[], float] = time.thread_time,
     ):
-        self._spent_s, self._look_s = spent_s, 0.0  # the second: of a look, averaged
+        self._spent_s, self._look_s = spent_s, 0.0  # `_look_s`: average duration of a look
         self._looks, self._epoch, self._keys_by_version, self._note = looks, epoch, keys_by_version, note
         self._deltas: Deltas | None = None
         self._loops: list[asyncio.Task] = []
@@ -79,7 +82,7 @@ class Feed:
         return self._deltas
 
     def _close_idle(self) -> None:
-        """End the looks, unless somebody watches again."""
+        """Ends the looks, unless there is a watcher again."""
         if not self.followers and self._deltas is not None:
             self._deltas = None
             for loop in self._loops:

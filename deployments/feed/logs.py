@@ -1,7 +1,7 @@
-"""All that is known of one sample or of one batch, by its name: chunks, moves, reasons, faults.
+"""All that is known of one sample or one batch, by its name: chunks, moves, reasons, faults.
 
-A name is the id in the core (`BATCH~NONCE/PROMPT#INDEX`), or the driver's own (`BATCH/PROMPT#INDEX`, `BATCH`).
-Called by the coordinator when a person asks.
+A name is the id in the core (`BATCH~NONCE/PROMPT#INDEX`), or the driver's own (`BATCH/PROMPT#INDEX`, `BATCH`). Called
+by the coordinator at a person's request.
 """
 
 import time
@@ -18,7 +18,7 @@ from tailrace.policies.core.request_buffer import ENDED, WAITING, Sample
 from tailrace.policies.core.rollout import RolloutCore
 
 SHOWN_SAMPLES = 50
-"""Of a batch."""
+"""Maximum number of samples shown for a batch."""
 
 
 class Logs:
@@ -28,7 +28,9 @@ class Logs:
         self._batches, self._trails, self._core, self._now = batches, trails, core, now
 
     def sample(self, name: str) -> SampleLog | None:
-        """None if there is no sample of that name, or if too many have ended since it did."""
+        """Returns a sample's log, or None if there is no sample of that name, or if too many have ended since it
+        did.
+        """
         batch, slash, rest = name.partition("/")
         for sample_id in (name, *(f"{core_id}/{rest}" for core_id in self._core_ids(batch))) if slash else (name,):
             sample, trail = self._core().sample(sample_id), self._trails.get(sample_id)
@@ -37,12 +39,14 @@ class Logs:
         return None
 
     def batch(self, name: str) -> BatchLog | None:
-        """None if no sample of such a batch is known. Of several batches of a name, the newest."""
+        """Returns a batch's log, or None if no sample of such a batch is known. Several batches may have one name: the
+        newest counts.
+        """
         core_ids = self._core_ids(name)
         return self._batch_log(core_ids[-1]) if core_ids else None
 
     def _core_ids(self, name: str) -> list[str]:
-        """Ids in the core of the batches of a name, those in flight last."""
+        """Returns the ids in the core of the batches with this name, those in flight last."""
         live = [batch.core_id for batch in self._batches.all()]
         over = sorted(self._trails.ended_batches() - set(live))
         wanted = escaped(name, "/")

@@ -1,7 +1,7 @@
-"""Looks at a coordinator: the rows of each section, and of them those that have changed since the look before.
+"""Looks at a coordinator: reads the rows of each section, and finds those that have changed since the look before.
 
-Invariant: a look reads, and changes nothing; its cost is a few microseconds for each replica and for each row that has
-changed, whatever number of samples there is. Called by `Feed`.
+Invariant: a look only reads. It costs a few microseconds for each replica and for each changed row, whatever the number
+of samples. Called by `Feed`.
 """
 
 import time
@@ -19,11 +19,11 @@ from tailrace.policies.core.request_buffer import RUNNING, WAITING, Sample
 from tailrace.policies.core.rollout import RolloutCore
 
 POOL_LOOKS_PER_REPLICA = 1 / 32
-"""Looks between two at the pool's counts: a sum over all replicas."""
+"""Number of looks between two reads of the pool's counts, for each replica: a read sums over all replicas."""
 
 
 class Watched(NamedTuple):
-    """Parts of the coordinator, to be read alone. `service`: fields of the service as a whole. `now`: its clock."""
+    """Parts of the coordinator, read only. `service`: returns fields of the service as a whole. `now`: its clock."""
 
     core: Callable[[], RolloutCore]
     reports: Callable[[], Mapping[str, EngineStats]]
@@ -41,18 +41,18 @@ class Looks:
 
     def __init__(self, watched: Watched):
         self._watched = watched
-        self.keys: dict[int, int] = {}  # of the pool by weights version, as `Feed` has asked its master
+        self.keys: dict[int, int] = {}  # keys of the pool by weights version, set by `Feed`
         self.begin()
 
     def begin(self) -> None:
-        """The next look finds all rows new."""
-        self._unix_s = time.time() - self._watched.now()  # once: a row with a time is to change with the time alone
+        """Starts over: the next look finds all rows new."""
+        self._unix_s = time.time() - self._watched.now()  # computed once: a row must change only if its time does
         self._known: Sections = {}
-        self._marks: dict[str, tuple] = {}  # of replicas
+        self._marks: dict[str, tuple] = {}  # marks of replicas
         self._survey, self._looks, self._made = Survey(), 0, 0
 
     def look(self) -> Sections:
-        """The rows that have changed, and None for those that are gone."""
+        """Returns the rows that have changed, and None for removed ones."""
         watched, core, unix_s = self._watched, self._watched.core(), self._unix_s
         self._survey.look(core)
         changes: Sections = {"replicas": self._replicas(core)}
@@ -114,7 +114,7 @@ class Looks:
         }
 
     def _replicas(self, core: RolloutCore) -> dict[str, dict | None]:
-        """The rows that have changed: a mark of each says so, since a row itself takes longer to make."""
+        """Returns the changed rows, found by a mark of each, since a row itself takes longer to make."""
         reports, table, copies = self._watched.reports(), core.replicas, core.copies()
         changed: dict[str, dict | None] = {}
         marks = {}
@@ -131,7 +131,7 @@ class Looks:
         return changed
 
     def _count_made(self, changed: Mapping[str, dict | None]) -> None:
-        """Tokens of all replicas since the first look: those of one that restarts begin at 0 again."""
+        """Counts the tokens of all replicas since the first look; a replica that restarts counts from 0 again."""
         known = self._known.setdefault("replicas", {})
         for name, row in changed.items():
             if row is None:
@@ -174,7 +174,7 @@ def _state(table, replica_id: str) -> str:
 
 
 def replica_row(view, state: str, aside: str, copies: int, report: EngineStats | None) -> dict[str, Any]:
-    """`copies`: of its running chunks, those that race with another replica's."""
+    """Returns the row of a replica. `copies`: number of its running chunks that race with another replica's."""
     row = {
         "state": state,
         "aside": aside,

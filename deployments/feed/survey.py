@@ -1,7 +1,8 @@
-"""The samples of a service in rounds: the longest ones, tokens of each batch, and how many wait for the same thing.
+"""Survey of a service's samples in rounds: the longest ones, tokens of each batch, and the number that wait for each
+cause.
 
-A look takes PART samples, so a small service is seen whole at each look, and 50,000 samples in 17. Invariant: the
-figures are those of the last round that was finished. Called by `Looks`.
+A look reads PART samples, so a small service is read whole at each look, and 50,000 samples in 17. Invariant: the
+figures are those of the last finished round. Called by `Looks`.
 """
 
 from collections import Counter
@@ -11,22 +12,22 @@ from tailrace.policies.core.request_buffer import ENDED, HELD, WAITING, Sample
 from tailrace.policies.core.rollout import RolloutCore
 
 PART = 3_000
-"""Samples of a look: 2 ms."""
+"""Number of samples read in a look: 2 ms."""
 
 LONGEST = 64
-"""Samples that are shown."""
+"""Number of samples that are shown."""
 
 CANDIDATES = 4 * LONGEST
-"""Of a round; each look chooses those shown from them."""
+"""Number of candidates of a round; each look chooses those shown from them."""
 
 
 def tokens_of(sample: Sample) -> int:
-    """Answer tokens, those of its running chunk as last reported."""
+    """Returns the sample's answer tokens, those of its running chunk as last reported."""
     return sample.generated_tokens + sample.streamed_tokens
 
 
 class Survey:
-    """`tokens`: by batch, of the groups that have not been handed out. `waiting`: samples by cause."""
+    """`tokens`: by batch, tokens of the groups that have not been delivered. `waiting`: number of samples by cause."""
 
     def __init__(self):
         self.tokens: Counter[str] = Counter()
@@ -38,7 +39,7 @@ class Survey:
         self._next: list[Sample] = []
 
     def look(self, core: RolloutCore) -> None:
-        """Look at the next part of the samples."""
+        """Reads the next part of the samples."""
         if not self._left:
             self._left = core.samples()
         part, self._left = self._left[:PART], self._left[PART:]
@@ -60,6 +61,6 @@ class Survey:
             self._next_tokens, self._next_waiting, self._next = Counter(), Counter(), []
 
     def longest(self) -> list[Sample]:
-        """The longest unended samples, in falling order."""
+        """Returns the longest unended samples, longest first."""
         unended = [sample for sample in self._candidates if sample.state is not ENDED]
         return nlargest(LONGEST, unended, key=tokens_of)

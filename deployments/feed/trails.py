@@ -1,7 +1,7 @@
 """The trail of each sample: its chunks with their replicas, reasons and ends, and the faults on the way.
 
-Filled by the events that the core takes and the actions that it returns. Invariant: memory is bounded, by sample, by
-the samples that have ended, and by the faults of all. Nothing here decides anything. Called by `Rollouts`.
+Filled from the events that the core takes and the actions that it returns. Invariant: memory is bounded, per sample, by
+number of ended samples, and by number of faults. Nothing here decides anything. Called by `Rollouts`.
 """
 
 from collections import OrderedDict, deque
@@ -13,10 +13,10 @@ from tailrace.policies.protocol import actions as ac
 from tailrace.policies.protocol import events as ev
 
 KEPT_CHUNKS = 100
-"""Of a sample, the newest."""
+"""Maximum number of chunks kept per sample, the newest."""
 
 KEPT_ENDED = 2_000
-"""Samples that have ended, the newest: about 2 MB."""
+"""Maximum number of ended samples kept, the newest: about 2 MB."""
 
 KEPT_FAULTS = 100
 
@@ -37,8 +37,9 @@ class TrailChunk:
 
 
 class Trail:
-    """Of one sample. `chunks`: the newest, after `dropped` earlier ones; copies are among them. `end`: empty while it
-    has not ended."""
+    """Trail of one sample. `chunks`: the newest, after `dropped` earlier ones, copies included. `end`: empty until it
+    has ended.
+    """
 
     __slots__ = ("chunks", "dropped", "end", "ended_s", "error", "reason")
 
@@ -56,13 +57,13 @@ class Trail:
 
     @property
     def moves(self) -> int:
-        """Times that its next chunk was on another replica than the one before; copies do not count."""
+        """Number of times that its next chunk was on another replica than the one before; copies do not count."""
         places = [chunk.replica_id for chunk in self.chunks if chunk.copy_of is None]
         return sum(before != after for before, after in pairwise(places))
 
 
 class TrailFault(NamedTuple):
-    """`number`: grows by one. `sample_id`: empty for one of a replica."""
+    """`number`: grows by one. `sample_id`: empty for a fault of a replica."""
 
     number: int
     at_s: float
@@ -76,7 +77,7 @@ class Trails:
 
     def __init__(self, now: Callable[[], float]):
         self._now = now
-        self._live: dict[str, Trail] = {}  # of samples that have had a chunk, by id
+        self._live: dict[str, Trail] = {}  # trails of samples that have had a chunk, by id
         self._ended: OrderedDict[str, Trail] = OrderedDict()
         self._running: dict[str, TrailChunk] = {}
         self.faults: deque[TrailFault] = deque(maxlen=KEPT_FAULTS)
@@ -84,42 +85,42 @@ class Trails:
 
     @property
     def unended(self) -> int:
-        """Samples and chunks that have not ended."""
+        """Number of samples and chunks that have not ended."""
         return len(self._live) + len(self._running)
 
     def get(self, sample_id: str) -> Trail | None:
         return self._live.get(sample_id) or self._ended.get(sample_id)
 
     def running(self, sample_id: str) -> TrailChunk | None:
-        """The chunk that the sample runs, not a copy; None if it runs none."""
+        """Returns the chunk that the sample runs, not a copy; None if it runs none."""
         trail = self._live.get(sample_id)
         chunks = trail.chunks if trail is not None else ()
         return next((one for one in reversed(chunks) if one.ended_s is None and one.copy_of is None), None)
 
     def of_batch(self, core_id: str) -> Iterator[tuple[str, Trail]]:
-        """Of the samples of a batch, by its id in the core: those that have ended first."""
+        """Yields the trails of a batch's samples, by its id in the core: those that have ended first."""
         prefix = f"{core_id}/"
         for trails in (self._ended, self._live):
             yield from ((name, trail) for name, trail in trails.items() if name.startswith(prefix))
 
     def ended_batches(self) -> set[str]:
-        """Ids, in the core, of the batches of the samples that have ended and are kept."""
+        """Returns the ids, in the core, of the batches of ended samples that are kept."""
         return {name.partition("/")[0] for name in self._ended}
 
     def forget_live(self) -> None:
-        """All that ran is over: the core begins with nothing."""
+        """Drops all running samples and chunks: the core has begun anew."""
         self._live.clear()
         self._running.clear()
 
     # ---- events and actions -----------------------------------------------------------------------
 
     def observe(self, event: ev.Event) -> None:
-        """Note an event that the core has taken. Kinds that say nothing of a chunk are ignored."""
+        """Records an event that the core has taken. Kinds that do not concern a chunk are ignored."""
         if (noted := _EVENTS.get(type(event))) is not None:
             noted(self, event)
 
     def act(self, action: ac.Action) -> None:
-        """Note an action of the core."""
+        """Records an action of the core."""
         if (noted := _ACTIONS.get(type(action))) is not None:
             noted(self, action)
 

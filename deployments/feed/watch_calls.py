@@ -1,4 +1,4 @@
-"""The coordinator's calls for those that look and change nothing. A base of the deployment's class."""
+"""The coordinator's read-only calls. A base of the deployment's class."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -10,7 +10,7 @@ from tailrace.deployments.messages.status import BatchLog, SampleDetail, SampleL
 
 
 class WatchCalls:
-    """`_rollouts` is the coordinator's."""
+    """`_rollouts` belongs to the coordinator."""
 
     _rollouts: Any
 

@@ -1,11 +1,12 @@
-"""Adapters of LoRA: their names, and the content that a sample is made with."""
+"""LoRA adapters: their names, and the content that a sample is made with."""
 
 from typing import NamedTuple
 
 
 class Adapter(NamedTuple):
     """One content under a name. `version`: counts the contents that the name has had, from 1. `digest`: 16 hex digits
-    that name the content; it alone decides tokens. `path`: a folder of PEFT's form, from which replicas load it."""
+    that name the content; tokens depend on it alone. `path`: a folder in PEFT's format, from which replicas load it.
+    """
 
     name: str
     version: int

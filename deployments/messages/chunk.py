@@ -21,14 +21,17 @@ TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Parts of an engine's memory that sleep, by vLLM's names."""
 
 STEP_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Of the buckets into which an engine counts its steps: from a small model's decode to a prefill on a CPU."""
+"""Upper bounds, in seconds, of the buckets into which an engine counts its steps: from a small model's decode to a
+prefill on a CPU.
+"""
 
 SampleKey = Annotated[int, "unsigned, 64 bits"]
 
 
 def sample_key(seed: int, step: int, prompt_id: str, sample_index: int, turn: int = 0) -> SampleKey:
-    """The 64-bit key of a sample's noise: blake2b over (run seed, step, prompt id, sample index), and its turn but for
-    the first one, 0."""
+    """Returns the 64-bit key of a sample's noise: blake2b over (run seed, step, prompt id, sample index), and the turn
+    unless it is the first one, 0.
+    """
     text = f"{seed}\0{step}\0{prompt_id}\0{sample_index}" + (f"\0{turn}" if turn else "")
     return int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"tailrace-sample").digest(), "little")
 
@@ -36,7 +39,8 @@ def sample_key(seed: int, step: int, prompt_id: str, sample_index: int, turn: in
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     """Where a chunk's KV is read and whether it is saved. `min_pull_tokens`: minimum gain over the local cache that is
-    worth a pull, or None for no pull. `digest`: of the weights `version`, whose KV is read and written."""
+    worth a pull, or None for no pull. `digest`: digest of the weights `version`, whose KV is read and written.
+    """
 
     version: int
     min_pull_tokens: int | None = 1
@@ -47,8 +51,10 @@ class KvPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequest:
-    """Generate at most `max_tokens` tokens after `token_ids` (int32: the prompt, then the tokens so far, in later turns
-    also those that came between). `turn_start`: where the present turn's answer begins; 0: at `prompt_tokens`."""
+    """A request to generate at most `max_tokens` tokens after `token_ids` (int32: the prompt, the tokens so far, and in
+    later turns also those that came between). `turn_start`: position where the present turn's answer begins; 0 stands
+    for `prompt_tokens`.
+    """
 
     chunk_id: str
     sample_key: SampleKey
@@ -57,15 +63,15 @@ class ChunkRequest:
     max_tokens: int
     sampling: SamplingParams
     weights_version: int
-    weights_digest: str = ""  # of `weights_version`; empty: any
+    weights_digest: str = ""  # digest of `weights_version`; empty: any
     kv: KvPlan | None = None  # None for a replica without a pool
     draft: DraftPlan | None = None  # None for no drafting
     forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
     traceparent: str | None = None
     keep_trace: bool = False
     turn_start: int = 0
-    adapter: Adapter | None = None  # None: the model alone
-    features: PromptFeatures | None = None  # on the wire a reference to them, see `deployments.engine.shared_features`
+    adapter: Adapter | None = None  # None: no adapter
+    features: PromptFeatures | None = None  # on the wire a reference, see `deployments.engine.shared_features`
 
     @property
     def answer_start(self) -> int:
@@ -74,13 +80,13 @@ class ChunkRequest:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its result has `prompt_logprobs`: a sample's first chunk does."""
+        """True if its result has `prompt_logprobs`: a sample's first chunk does."""
         return self.sampling.prompt_logprobs is not None and len(self.token_ids) == self.answer_start
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """New tokens of one chunk (int32) and their logprobs (float32), all of one length; the cause of its end."""
+    """New tokens of one chunk (int32) and their logprobs (float32), all of one length; and the cause of its end."""
 
     chunk_id: str
     token_ids: np.ndarray
@@ -93,23 +99,23 @@ class ChunkResult:
     decode_s: float
     cached_tokens: int  # context tokens whose KV was found
     computed_tokens: int  # context tokens that were prefilled again
-    pulled_tokens: int = 0  # of the cached ones, from the pool
-    stored_tokens: int = 0  # of the context at the end, that this chunk has put into the pool or found there
+    pulled_tokens: int = 0  # cached tokens that came from the pool
+    stored_tokens: int = 0  # tokens of the final context that this chunk has put into the pool or found there
     kv_names: bytes = b""  # names of the context's full blocks, `kvpool.keys.NAME_BYTES` each
     recompute_cause: str = ""  # why computed_tokens were not found; see kvpool.scheduler
-    verifications: int = 0  # engine steps that made tokens of it
+    verifications: int = 0  # engine steps that made tokens of this chunk
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafts: DraftReport | None = None  # None without a draft plan
     close_calls: tuple[int, ...] = ()  # places in token_ids that noise may change, see engine_config
-    top_logprobs: tuple[Top, ...] = ()  # of each token's position, if asked for
+    top_logprobs: tuple[Top, ...] = ()  # for each token's position, if requested
     sampling_mask: tuple[Mask, ...] = ()  # likewise
     prompt_logprobs: PromptLogprobs | None = None  # if this chunk gives them
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of one replica. Capacities never change; the rest is as of `observed_at` (unix seconds)."""
+    """A snapshot of one replica. Capacities never change; all else is as of `observed_at` (unix seconds)."""
 
     replica_id: str
     weights_version: int
@@ -128,28 +134,29 @@ class EngineStats:
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
     methods: tuple[str, ...] = ()  # draft methods available now, the default first
     node_id: str = ""
-    cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
+    cores: tuple[int, ...] = ()  # cores of its node that its engine is bound to; empty: none
     started_at: float = 0.0  # unix seconds
-    dtype: str = ""  # of its weights in memory
+    dtype: str = ""  # type of its weights in memory
     ranks: int = 1  # workers of its engine
     weight_transfer: str = ""  # the transfer engine of vLLM that its workers have; empty: none
     key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
     token_bytes: int = 0  # KV of one token, over all ranks
     pool_problem: str = ""  # why this replica runs without the pool that it should have
     kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by EVENT.CAUSE
-    performance: Performance | None = None  # of `observed_at`; None before steps of two sizes were seen
+    performance: Performance | None = None  # as of `observed_at`; None before steps of two sizes were measured
     # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.drafting too.
     work: dict[str, int] = field(default_factory=dict)
-    step_counts: tuple[int, ...] = ()  # steps by duration, by STEP_BOUNDS_S, the last ones above all
+    step_counts: tuple[int, ...] = ()  # steps by duration: one count for each of STEP_BOUNDS_S, and one above
     max_loras: int = 0  # adapters that its engine computes in a step; 0: it takes none
-    adapters: tuple[Adapter, ...] = ()  # the last one of each name that it has heard of, loaded or not
+    adapters: tuple[Adapter, ...] = ()  # the last one of each name that it knows, loaded or not
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsRead:
-    """The weights that an engine computes with, read back. `checksums`: of their values by saved name, zeros positive,
-    see `deployments.staging.checksums`. `unlike`: names whose values are not those of their source; None if that has
-    changed since, with the `problem`."""
+    """The weights that an engine computes with, read back. `checksums`: checksums of their values by saved name, zeros
+    taken as positive, see `deployments.staging.checksums`. `unlike`: names whose values differ from those of their
+    source; None if the source has changed since, with the `problem`.
+    """
 
     version: int
     digest: str

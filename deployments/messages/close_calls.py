@@ -10,14 +10,14 @@ from collections.abc import Mapping
 import numpy as np
 
 EDGES = tuple(float(f"{10 ** (half / 2):.2e}") for half in range(-12, -2))
-"""Upper edges of the classes of margins, in logits: two a decade, 1e-6 to 3.16e-2."""
+"""Upper bounds of the classes of margins, in logits: two a decade, 1e-6 to 3.16e-2."""
 
 DENSITY_BELOW = EDGES[-2]
-"""Margins up to 1e-2 give the density at 0: over it exp(-margin) changes by 1 %."""
+"""Maximum margin that counts for the density at 0: over 1e-2, exp(-margin) changes by 1 %."""
 
 
 def count_margins(margins: np.ndarray) -> dict[str, int]:
-    """Returns the number of margins below each edge, by `margins_below.EDGE`, and of all of them, by `draws`.
+    """Returns the number of margins below each edge, by `margins_below.EDGE`, and the number of all, by `draws`.
 
     Forced tokens are draws too here: their margin is inf.
     """
@@ -30,12 +30,12 @@ def key_of(edge: float) -> str:
 
 
 def density(counts: Mapping[str, int]) -> float:
-    """Returns the draws with a margin near 0, per logit of margin and per draw; 0 without draws."""
+    """Returns the density of draws with a margin near 0, per logit of margin and per draw; 0 without draws."""
     return counts.get(key_of(DENSITY_BELOW), 0) / DENSITY_BELOW / max(1, counts.get("draws", 0))
 
 
 def expected_flips_per_million(per_logit: float, noise: np.ndarray, redrawn_below: float = 0.0) -> float:
-    """Returns the tokens per million draws that differ between two computations.
+    """Returns the number of tokens per million draws that differ between two computations.
 
     per_logit: the `density`. noise f64[n]: sizes of the change of a distance between two candidates, in logits; either
     sign is as likely. redrawn_below: draws with a smaller margin never differ. Formula: the integral over margins m

@@ -21,12 +21,12 @@ class Source(IntEnum):
 
 
 def bits(*sources: Source) -> int:
-    """Bit mask with one bit per source."""
+    """Returns a bit mask with one bit per source."""
     return sum(1 << source for source in sources)
 
 
 class GroupRef(NamedTuple):
-    """A group in flight. `prompt_key` names the prompt over epochs and runs; its history is kept under it."""
+    """A group in flight. `prompt_key` names the prompt over epochs and runs; its history is stored under it."""
 
     group_id: str
     prompt_key: str
@@ -52,7 +52,7 @@ class PastAnswer(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """News of a group: pieces of its samples, or its history, newest epochs first. Arrays are the receiver's own."""
+    """News of a group: pieces of its samples, or its history, newest epochs first. The receiver owns the arrays."""
 
     group: GroupRef
     pieces: list[Piece]

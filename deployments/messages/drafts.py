@@ -1,4 +1,4 @@
-"""Drafting of a chunk: the plan that an engine gets, and the report that it gives at the chunk's end."""
+"""Drafting of a chunk: the plan that an engine gets, and the report that it returns at the chunk's end."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ EVIDENCE = {
 
 
 def by_source(tokens: np.ndarray) -> dict[str, int]:
-    """Counts i64[5] under the names of their sources, those that are not 0."""
+    """Returns the counts i64[5] that are not 0, by the names of their sources."""
     return {source.name.lower(): int(tokens[source]) for source in Source if tokens[source]}
 
 
@@ -39,7 +39,8 @@ class DraftPlan:
 
 @dataclass(slots=True)
 class DraftReport:
-    """How drafts went: tokens by `Source`, int64[5], and verifications that accepted more than j tokens, int64[K].
+    """How drafts went: tokens by `Source`, int64[5], and the number of verifications that accepted more than j tokens,
+    int64[K].
 
     `tested`: verified draft tokens that were tested, see `policies.protocol.performance`. `model_tested`: those of a
     draft model, overtaken ones included; `model_accepted`: the right ones of these.
@@ -55,7 +56,7 @@ class DraftReport:
 
     @classmethod
     def none(cls, draft_tokens: int) -> "DraftReport":
-        """Empty report; no draft is longer than `draft_tokens`."""
+        """Returns an empty report; no draft is longer than `draft_tokens`."""
         sources = np.zeros((2, len(Source)), np.int64)
         return cls(0, *sources, np.zeros(draft_tokens, np.int64))
 
@@ -64,13 +65,14 @@ class DraftReport:
         cls, verifications: int, drafted: bytearray, accepted: bytearray, counts: bytearray, draft_tokens: int
     ) -> "DraftReport":
         """Returns the report of many verifications. drafted, accepted: the sources of the tokens, a byte each; counts:
-        accepted tokens, a byte for each draft."""
+        accepted tokens, a byte for each draft.
+        """
         by_source = (np.bincount(np.frombuffer(some, np.uint8), minlength=len(Source)) for some in (drafted, accepted))
         ended = np.bincount(np.frombuffer(counts, np.uint8), minlength=draft_tokens + 1)  # drafts by accepted tokens
         return cls(verifications, *by_source, len(counts) - np.cumsum(ended)[:draft_tokens])
 
     def add(self, other: "DraftReport") -> None:
-        """Add the report of another chunk of the same sample, whose drafts may have been longer."""
+        """Adds the report of another chunk of the same sample, whose drafts may have been longer."""
         self.verifications += other.verifications
         self.drafted += other.drafted
         self.accepted += other.accepted

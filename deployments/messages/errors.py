@@ -1,4 +1,5 @@
-"""Errors of calls between processes, apart from the code that raises them: no room imports another for an exception.
+"""Errors of calls between processes, kept apart from the code that raises them, so that no room imports another for an
+exception.
 
 Imported by the engine (which raises EngineDown), by the coordinator's client of the engines, and by its callers.
 """
@@ -27,7 +28,7 @@ class SampleRefused(ChunkError):
 
 
 REFUSED = "no engine can run it: "
-"""Begin of the error of such a sample, before the engine's reason: its request is to blame, not the service."""
+"""Prefix of the error of a sample whose request is to blame, not the service; the engine's reason follows."""
 
 
 class RequestRefused(ValueError):
@@ -35,7 +36,7 @@ class RequestRefused(ValueError):
 
 
 class AdapterRefused(RequestRefused):
-    """An adapter cannot be loaded, or its folder holds another content by now."""
+    """An adapter cannot be loaded, or its folder now holds another content."""
 
 
 class FeaturesRefused(RequestRefused):
@@ -49,6 +50,6 @@ def is_own_cancel() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and last line of an error, short enough for a reason field."""
+    """Returns the kind and the last line of an error, short enough for a reason field."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

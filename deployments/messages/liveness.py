@@ -1,10 +1,12 @@
-"""How long a driver may be silent, seconds. Known to the client, which renews, and to the coordinator, which counts."""
+"""Maximum silence of a driver, in seconds. Used by the client, which renews its lease, and by the coordinator, which
+checks it.
+"""
 
 RENEW_S = 5.0
-"""Between two signs of life of a driver."""
+"""Seconds between two renewals of a driver."""
 
 SILENT_S = 12.0
-"""A driver that has been silent for this long may be replaced by one that asks for the same batch."""
+"""Seconds without a renewal after which another driver that submits the same batch may take it over."""
 
 LEASE_S = 60.0
-"""A batch whose driver has been silent for this long is cancelled."""
+"""Seconds without a renewal after which a batch is cancelled."""

@@ -1,6 +1,6 @@
-"""Tokens of a sample as a record of the token log, that one coordinator writes and the next one reads.
+"""Tokens of a sample as a record of the token log, which one coordinator writes and the next one reads.
 
-Invariant: a record that was cut, or of which a bit has changed, is no record. Called by `token_log`.
+Invariant: a record that was cut, or in which a bit has changed, is no record. Called by `token_log`.
 """
 
 import os
@@ -26,7 +26,7 @@ HEAD = struct.Struct("<16sIIIIBHHH")  # group, index, start, tokens, weights ver
 class LoggedTokens(NamedTuple):
     """Tokens of one segment of a sample: int32, and both logprobs float32. `group`: see `group_digest`.
 
-    `stopped`: the last token is a stop token.
+    `stopped`: True if the last token is a stop token.
     """
 
     group: bytes
@@ -38,7 +38,7 @@ class LoggedTokens(NamedTuple):
     raw_logprobs: np.ndarray
 
     def part(self) -> ChunkResult:
-        """As a chunk of the sample. Its times and counts are not kept."""
+        """Returns the tokens as a chunk of the sample. Its times and counts are not kept."""
         return ChunkResult(
             chunk_id="",
             token_ids=self.token_ids,
@@ -55,7 +55,9 @@ class LoggedTokens(NamedTuple):
 
 
 def group_digest(group: PromptGroup, first_key: SampleKey) -> bytes:
-    """Names a prompt with its settings, and by the key of its first sample the seed and the step too. 16 bytes."""
+    """Returns 16 bytes that identify a prompt with its settings, and by the key of its first sample the seed and the
+    step.
+    """
     return blake2b(group.model_dump_json().encode() + first_key.to_bytes(8, "little"), digest_size=16).digest()
 
 
@@ -72,7 +74,7 @@ def packed(tokens: LoggedTokens) -> bytes:
 
 
 def unpacked(payload: bytes) -> LoggedTokens:
-    """Inverse of `packed`, without the frame. Raises ValueError or struct.error."""
+    """Unpacks a record without its frame; inverse of `packed`. Raises ValueError or struct.error."""
     group, index, start, count, version, stopped, *sizes = HEAD.unpack_from(payload)
     *starts, names_end = accumulate(sizes, initial=HEAD.size)
     if len(payload) != names_end + 12 * count:
@@ -94,7 +96,7 @@ def unpacked(payload: bytes) -> LoggedTokens:
 
 
 def read_records(file: BinaryIO) -> Iterator[LoggedTokens]:
-    """The records of an open file in order. Raises ValueError at the first one that is cut or damaged."""
+    """Yields the records of an open file in order. Raises ValueError at the first one that is cut or damaged."""
     left = os.fstat(file.fileno()).st_size - len(MAGIC)
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError("it is no token log")

@@ -10,11 +10,11 @@ from tailrace.deployments.messages.refusals import refusal
 _HALF = re.compile("[\ud800-\udfff]")
 
 MAX_NUMBER = 2**63 - 1
-"""Of seeds, steps, priorities and versions: SQLite and the wire hold 64 bits, and vLLM's seeds have as many."""
+"""Maximum of seeds, steps, priorities and versions: SQLite, the wire and vLLM's seeds hold 64 bits."""
 
 
 MAX_QUOTED = 80
-"""Characters of a name that a refusal repeats."""
+"""Maximum number of characters of a name that a refusal repeats."""
 
 
 def quoted(name: str) -> str:
@@ -23,7 +23,9 @@ def quoted(name: str) -> str:
 
 
 def broken_text(text: str) -> str | None:
-    """Returns why a text is no Unicode, in a few words, or None: UTF-8 and tokenizers take no half surrogate pair."""
+    """Returns in a few words why a text is not valid Unicode, or None: UTF-8 and tokenizers accept no half surrogate
+    pair.
+    """
     found = _HALF.search(text)
     return None if found is None else f"half of a surrogate pair at character {found.start()}; send whole characters"
 
@@ -42,7 +44,7 @@ Name = Annotated[str, Field(min_length=1), BeforeValidator(_whole)]
 
 
 def first_line(kind: str, error: ValidationError) -> str:
-    """Returns the first fault of a message in one line, which names the field. `kind`: of the message."""
+    """Returns the first error of a message in one line, which names the field. `kind`: kind of the message."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = "".join(f".{part}" for part in first["loc"])
     return f"{kind}{place}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,7 +1,7 @@
-"""Fields that trainers and other servers' clients send and that are not honoured: each with the reason, and its
+"""Fields that trainers and other servers' clients send and that are not supported: each with the reason and its
 substitute.
 
-Invariant: no field is ignored in silence. Read by the messages of a rollout when they are made.
+Invariant: no field is silently ignored. Read by the messages of a rollout when they are created.
 """
 
 from collections.abc import Container
@@ -34,6 +34,8 @@ REFUSED = {
 
 
 def refusal(given: object, known: Container[str]) -> str | None:
-    """Reason to refuse the keys `given` to a message with the fields `known`, or None if no key is in REFUSED."""
+    """Returns why the keys `given` to a message with the fields `known` are refused, or None if no key is in
+    REFUSED.
+    """
     keys = given if isinstance(given, dict) else ()
     return next((f"{key}: {REFUSED[key]}" for key in keys if key in REFUSED and key not in known), None)

@@ -1,7 +1,7 @@
-"""Roles of drivers, in rising order of rights, and the check of them at the ingress.
+"""Roles of drivers, in rising order of rights, and their check at the ingress.
 
-Invariant: a driver's call is done only if its role has the right. Roles guard against mistakes alone: a driver that
-can reach Ray at all can run code on every node. Used by the coordinator and by `app.calls.client`.
+Invariant: a driver's call runs only if its role has the right. Roles guard against mistakes alone: a driver that can
+reach Ray at all can run code on every node. Used by the coordinator and by `app.calls.client`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Role(StrEnum):
-    """Rights of a driver: those of the roles above it here, and its own."""
+    """Rights of a driver: its own, and those of the roles above it here."""
 
     OBSERVER = "observer"  # reads the status, follows the number of replicas
     EVALUATOR = "evaluator"  # rolls out
@@ -29,7 +29,8 @@ class NotAdmitted(NamedTuple):
 
 
 def admits(needed: Role) -> Callable:
-    """Decorator of a method at the ingress. The caller's role becomes its first argument, a refusal its answer.
+    """Decorates a method at the ingress. The caller's role becomes its first argument; a refusal is returned as its
+    answer.
 
     A refused stream yields the refusal alone.
     """

@@ -23,7 +23,7 @@ def _text_of_id(value: Any) -> Any:
 
 
 Id = Annotated[Name, BeforeValidator(_text_of_id)]
-"""A name chosen by the driver. An integer is taken too, and comes back as text."""
+"""A name chosen by the driver. An integer is accepted too, and comes back as text."""
 
 
 Number = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -41,7 +41,7 @@ class ChatMessage(Message):
 class PromptGroup(RequestMessage):
     """One prompt and its number of samples. Exactly one of token_ids, text, messages is given.
 
-    `features`: of a prompt given as token_ids, in which their placeholders are.
+    `features`: features of a prompt given as token_ids, which hold their placeholders.
     """
 
     prompt_id: Id = Field(description="unique within the batch; text, or an integer that comes back as text")
@@ -79,7 +79,7 @@ class PromptGroup(RequestMessage):
 
 
 MAX_SAMPLES = 1 << 18
-"""Of one batch: the coordinator takes a second for a third of them."""
+"""Maximum number of samples of one batch: the coordinator takes a second for a third of them."""
 
 
 class BatchSettings(RequestMessage):
@@ -106,7 +106,7 @@ class RolloutBatch(BatchSettings):
 
     @property
     def adapters(self) -> set[str]:
-        """Names of the adapters that it asks for."""
+        """Names of the adapters that it uses."""
         return {group.adapter for group in self.groups} - {None}
 
     @model_validator(mode="after")
@@ -125,7 +125,9 @@ class RolloutBatch(BatchSettings):
 
 
 Top = tuple[tuple[int, float], ...]
-"""The likeliest tokens of one position and their logprobs, by falling logprob. -inf: the filters drop it."""
+"""The likeliest tokens of one position and their logprobs, by falling logprob. -inf means that the filters drop the
+token.
+"""
 
 
 Mask = tuple[int, ...]
@@ -133,7 +135,9 @@ Mask = tuple[int, ...]
 
 
 class PromptLogprobs(Message):
-    """Of a prompt's tokens from the second on, under the model's own distribution. `ranks`: the likeliest has 1."""
+    """Logprobs of a prompt's tokens from the second on, under the model's own distribution. `ranks`: the likeliest has
+    1.
+    """
 
     logprobs: tuple[float, ...]
     ranks: tuple[int, ...]
@@ -169,7 +173,7 @@ class SampleResult(LaterText, Message):
     """One finished sample.
 
     `logprobs`: natural logarithms under the sampling distribution (after temperature and filters). `raw_logprobs`:
-    under the model's own. Both have one value per token. `text`: of a batch, decoded when it is asked for.
+    those under the model's own. Both have one value per token. `text`: decoded on first use for samples of a batch.
     """
 
     sample_index: int
@@ -223,12 +227,12 @@ class GroupResult(Message):
 class RejectedBy(StrEnum):
     """Cause of a refusal."""
 
-    CONTENT = "content"  # the request itself: it will never be taken
-    WEIGHTS = "weights"  # the service holds other weights than the batch asks for
+    CONTENT = "content"  # the request itself: it will never be accepted
+    WEIGHTS = "weights"  # the service holds other weights than the batch requires
     ADAPTER = "adapter"  # no adapter of the name is loaded
     READER = "reader"  # another driver reads this batch
-    QUOTA = "quota"  # a bound of the service, with the batches in flight
-    SIZE = "size"  # a bound of the service, by itself: it will never be taken under these quotas
+    QUOTA = "quota"  # a limit of the service, with the batches in flight
+    SIZE = "size"  # a limit of the service, by itself: it will never be accepted under these quotas
 
 
 class Rejected(Message):
@@ -239,7 +243,7 @@ class Rejected(Message):
 
 
 def checked(kind: type[Request], message: object) -> Request | Rejected:
-    """A request as it came from a driver, if every value in it fits its field."""
+    """Returns the validated request of a driver, or Rejected if a value does not fit its field."""
     try:
         return kind.model_validate(message)
     except ValidationError as error:
@@ -247,10 +251,11 @@ def checked(kind: type[Request], message: object) -> Request | Rejected:
 
 
 class WeightsLoaded(Message):
-    """Completed update of the weights: these replicas hold the version. No replicas: those that start will load it.
+    """A completed update of the weights: these replicas hold the version. Without replicas, those that start later will
+    load it.
 
-    `digest`: names the content; empty if no replica has read it yet. `paused_s`: seconds without a token for it, by
-    replica. `staged_s`: seconds in which the caller's tensors were copied; 0 for a folder.
+    `digest`: names the content; empty if no replica has read it yet. `paused_s`: seconds without a token for the
+    update, by replica. `staged_s`: seconds in which the caller's tensors were copied; 0 for a folder.
     """
 
     version: int
@@ -263,9 +268,9 @@ class WeightsLoaded(Message):
 class WeightsCheck(Message):
     """The weights that every replica computes with, read back from its model.
 
-    `checksums`: of their values by saved name, see `deployments.staging.checksums`; of the first replica. `unlike`: by
-    replica the tensors that are not those of the source of the weights, or not those of the first replica; none of a
-    sound service. `problems`: by replica, why it could not compare with the source.
+    `checksums`: checksums of the first replica's values by saved name, see `deployments.staging.checksums`. `unlike`:
+    by replica, the tensors that differ from the source of the weights or from the first replica; empty for a sound
+    service. `problems`: by replica, why it could not compare with the source.
     """
 
     version: int

@@ -14,19 +14,22 @@ from tailrace.deployments.messages.message import RequestMessage, Text
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LOGPROBS = 128
-"""Of one position."""
+"""Maximum number of logprobs of one position."""
 
 MAX_MASK_TOKENS = 512
-"""Of one position, but for ties at the edge: trainers with masks use a top_k of up to a few hundred, and keep 8 tokens
-on the average (prime-rl's pull request 3431)."""
+"""Maximum number of mask tokens of one position, ties at the edge excepted: trainers with masks use a top_k of up to a
+few hundred, and keep 8 tokens on average (prime-rl's pull request 3431).
+"""
 MAX_INT32 = 2**31 - 1
-"""Samplers hold counts in 32 bits."""
+"""Maximum of counts, which samplers hold in 32 bits."""
 
 MAX_TEMPERATURE = 100.0
-"""Far beyond use: the logits of a vocabulary of 2^20 tokens differ by less than a hundredth of their noise then."""
+"""Maximum temperature, far beyond use: there the logits of a vocabulary of 2^20 tokens differ by less than a hundredth
+of their noise.
+"""
 
 MIN_REPETITION_PENALTY = 0.01
-"""Smaller ones turn logits into infinities."""
+"""Minimum repetition penalty: smaller ones turn logits into infinities."""
 
 Bias = Annotated[FiniteFloat, Field(ge=-100.0, le=100.0)]
 Token = Annotated[int, Field(ge=0)]
@@ -53,7 +56,7 @@ def _as_json(value: Any) -> Any:
 
 
 class StructuredOutputs(RequestMessage):
-    """Form of an answer; exactly one field is given. Kept by vLLM's xgrammar backend."""
+    """Form of an answer; exactly one field is given. Enforced by vLLM's xgrammar backend."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
     json_schema: Annotated[Text, BeforeValidator(_as_json)] | None = Field(None, alias="json")
@@ -76,7 +79,7 @@ class SamplingParams(RequestMessage):
     """Distribution that tokens are drawn from, and ends of a sample besides `max_tokens`.
 
     Logits are changed in vLLM's order: form of the answer, allowed_token_ids, bad_words, min_tokens, logit_bias,
-    penalties; then the temperature and the filters min_p, top_k, top_p.
+    penalties; then temperature and the filters min_p, top_k, top_p.
     """
 
     temperature: float = Field(1.0, ge=0.0, le=MAX_TEMPERATURE, description="divisor of the logits; 0: greedy")
@@ -127,12 +130,12 @@ class SamplingParams(RequestMessage):
 
     @property
     def wants_more(self) -> bool:
-        """Whether more of each position is asked for than its token and the logprobs of that."""
+        """True if more is requested for a position than its token and that token's logprobs."""
         return self.top_logprobs > 0 or self.prompt_logprobs is not None or self.sampling_mask
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a logit may differ from the model's own, before the filters."""
+        """True if a logit may differ from the model's own, before the filters."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         bans = self.bad_words or self.min_tokens or self.allowed_token_ids is not None
         return bool(penalties or bans or self.logit_bias or self.structured_outputs is not None)

@@ -1,4 +1,4 @@
-"""Messages of open sessions: single samples are asked for at any time, under the settings of one batch.
+"""Messages of open sessions: single samples are requested at any time, under the settings of one batch.
 
 Tokens are a function of seed, step, group, index and turn, as those of a `RolloutBatch` whose prompt_id is the group's
 name; never of the order of requests. Made by `app.calls.session` (requests) and by the coordinator (answers).
@@ -12,15 +12,19 @@ from tailrace.deployments.messages.rollout import Mask, Message, PromptGroup, Re
 from tailrace.deployments.results.columns import TokenColumn
 
 MAX_INDEX = 2**31 - 1
-"""Drafts travel with 32-bit indexes."""
+"""Maximum index of a sample: drafts carry 32-bit indexes."""
 
 
 MAX_HOLD_S = 3600.0
-"""An hour: a tool that takes longer costs less than the KV that would wait for it."""
+"""Maximum seconds that a sample may be held, an hour: a tool that takes longer costs less than the KV that would wait
+for it.
+"""
 
 STREAM_CHUNK_TOKENS = 32
-"""Of a sample whose tokens are streamed. A stream shows nothing within a chunk, and each chunk costs about 30 ms: 480
-tokens of a small model took 2.4 s in one chunk, 2.8 s in chunks of 32, 3.9 s in chunks of 8 (two cores, a pool)."""
+"""Maximum chunk length, in tokens, of a sample that is streamed. A stream shows nothing within a chunk, and each chunk
+costs about 30 ms: 480 tokens of a small model took 2.4 s in one chunk, 2.8 s in chunks of 32, 3.9 s in chunks of 8 (two
+cores, a pool).
+"""
 
 
 class SampleRequest(RequestMessage):
@@ -57,10 +61,10 @@ COLUMNS = "token_ids", "logprobs", "raw_logprobs", "top_logprobs", "sampling_mas
 
 
 class SampleTokens(Message):
-    """More tokens of a sample that runs, from answer position `start` on. Tokens that were given never change.
+    """More tokens of a running sample, from answer position `start` on. Tokens that were sent never change.
 
-    Logprobs: as in SampleResult. `prompt_token_ids`: in the first message of a stream alone, which
-    comes once the sample is taken. `answer`: the whole sample, in the last one alone.
+    Logprobs: as in SampleResult. `prompt_token_ids`: in the first message of a stream alone, which comes once the
+    sample is accepted. `answer`: the whole sample, in the last message alone.
     """
 
     prompt_token_ids: tuple[int, ...] | None = None
@@ -73,7 +77,7 @@ class SampleTokens(Message):
     answer: "SampleAnswer | None" = None
 
     def beyond(self, position: int) -> "SampleTokens":
-        """The same without the tokens before answer position `position`."""
+        """Returns the message without the tokens before answer position `position`."""
         cut = max(0, position - self.start)
         return self.model_copy(
             update={"start": self.start + cut} | {name: getattr(self, name)[cut:] for name in COLUMNS}

@@ -18,11 +18,11 @@ class ReplicaStatus(Message):
     weights_version: int  # -1: nothing starts there, as it holds another content of the version, or is paused
     preemptions: int
     work: dict[str, int] = Field(default_factory=dict)  # see EngineStats
-    closing: bool = False  # it is to be given back, and takes no new chunks
+    closing: bool = False  # it will be given back, and takes no new chunks
     aside: str = ""  # why nothing starts on it for a while: chunks of several samples failed there; empty: it is not
     performance: Performance | None = None  # see EngineStats
     node_id: str = ""
-    cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
+    cores: tuple[int, ...] = ()  # cores of its node that its engine is bound to; empty: none
     dtype: str = ""  # see EngineStats, as the next three
     ranks: int = 1
     weight_transfer: str = ""
@@ -31,7 +31,8 @@ class ReplicaStatus(Message):
 
 class ReplicasChanged(Message):
     """Engine replicas that are up and wanted, since `at_s` (unix seconds). Replicas beyond the wanted number stop, and
-    their resources are then free for Ray."""
+    then free their resources for Ray.
+    """
 
     replicas: int
     wanted: int
@@ -40,7 +41,9 @@ class ReplicasChanged(Message):
 
 
 class BatchStatus(Message):
-    """Progress of a batch. `tokens`: of ended chunks, and of running chunks as last reported, `observed_s` ago."""
+    """Progress of a batch. `tokens`: tokens of ended chunks, and of running chunks as last reported, `observed_s`
+    ago.
+    """
 
     batch_id: str
     samples: int
@@ -48,13 +51,15 @@ class BatchStatus(Message):
     groups: int
     emitted: int
     tokens: int
-    tail: bool  # whether 90 % of the samples have ended
+    tail: bool  # True once 90 % of the samples have ended
     seconds: float
 
 
 class SampleStatus(Message):
-    """A sample that has not ended. `tokens`: answer tokens, those of its running chunk as last reported;
-    `expected_tokens`: of the whole answer, by the `lengths` policy; `copies`: running ones that race with it."""
+    """A sample that has not ended. `tokens`: answer tokens, those of its running chunk as last reported.
+    `expected_tokens`: expected length of the whole answer, by the `lengths` policy. `copies`: running copies that race
+    with it.
+    """
 
     sample_id: str
     state: str  # waiting, running or held
@@ -67,8 +72,9 @@ class SampleStatus(Message):
 
 
 class SampleDetail(Message):
-    """A sample that has not ended, as far as its chunks have. `segments`: of its present turn, each of one replica and
-    one version of the weights; `text`: of its last `text_tokens` tokens, those of its running chunk among them."""
+    """A sample that has not ended, up to its last ended chunk. `segments`: segments of its present turn, each of one
+    replica and one weights version. `text`: text of its last `text_tokens` tokens, those of its running chunk included.
+    """
 
     sample_id: str
     tokens: int
@@ -103,8 +109,9 @@ class ChunkLog(Message):
 
 
 class SampleLog(Message):
-    """A sample as far as the service knows it. `dropped`: chunks before those of `chunks`; `moves`: chunks, of these,
-    that ran on another replica than the one before; `why`: why it is where it is, or why it ended."""
+    """A sample as far as the service knows it. `dropped`: number of chunks before those in `chunks`. `moves`: number of
+    these that ran on another replica than the one before. `why`: why it is where it is, or why it ended.
+    """
 
     sample_id: str
     state: str  # waiting, running, held or ended
@@ -112,7 +119,7 @@ class SampleLog(Message):
     why: str
     error: str
     tokens: int
-    expected_tokens: int | None  # of the whole answer; None once it has ended
+    expected_tokens: int | None  # length of the whole answer; None once it has ended
     max_tokens: int | None
     moves: int
     dropped: int
@@ -120,7 +127,7 @@ class SampleLog(Message):
 
 
 class FaultLog(Message):
-    """A chunk that failed, a replica that left or a sample that was given up; at unix seconds."""
+    """A chunk that failed, a replica that left or a sample that was given up, with its time in unix seconds."""
 
     at_s: float
     sample_id: str
@@ -129,8 +136,9 @@ class FaultLog(Message):
 
 
 class BatchLog(Message):
-    """A batch as far as the service knows it: its progress, None once it is over; its samples by state or end; the last
-    faults; and of the samples those with failed chunks first, then those of many chunks."""
+    """A batch as far as the service knows it: its progress (None once it is over), its samples by state or end, the
+    last faults, and samples: those with failed chunks first, then those with many chunks.
+    """
 
     batch_id: str
     status: BatchStatus | None
@@ -144,16 +152,16 @@ class BatchLog(Message):
 class PoolView(Message):
     """The KV pool: its own figures (see kvpool.status.PoolStatus), or None if it is down; and counts of its use.
 
-    Counts are by EVENT.CAUSE, over all replicas: tokens by where their KV came from (`local_tokens`, `pool_tokens`,
+    Counts are by EVENT.CAUSE, over all replicas: tokens by the source of their KV (`local_tokens`, `pool_tokens`,
     `recomputed_tokens.CAUSE`), bytes, failures, and operations by duration (`load_ms.N`: N milliseconds or less).
     """
 
     status: dict[str, Any] | None
     token_bytes: int
     counts: dict[str, int]
-    problem: str | None = None  # why the last question to the pool's master got no answer
+    problem: str | None = None  # error of the last call to the pool's master
     problems: dict[str, str] = Field(default_factory=dict)  # replicas that had to start without the pool, and why
-    keys_by_version: dict[int, int] | None = None  # only where it was asked for
+    keys_by_version: dict[int, int] | None = None  # only on request
 
 
 class ServiceStatus(Message):
@@ -166,15 +174,15 @@ class ServiceStatus(Message):
     policies: dict[str, Any]
     weights_version: int = 0
     weights_digest: str = ""  # names their content; empty until a replica has read it
-    weights_source: str = ""  # the folder or memory that they are of; empty: the one the engines were started on
+    weights_source: str = ""  # their folder or memory; empty: the one that the engines were started on
     pool: PoolView | None = None  # None if the service has none
     context: dict[str, int] | None = None  # calls to the group context by kind, or None if the service has none
-    held_bytes: dict[str, int] = Field(default_factory=dict)  # of finished groups that drivers have not taken
+    held_bytes: dict[str, int] = Field(default_factory=dict)  # bytes of finished groups that drivers have not received
     at_door: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
     model: str = ""  # the folder of the model and its tokenizer
     max_model_len: int = 0  # tokens of prompt and answer
     paused: bool = False  # no chunk starts until a resume, or samples in flight are ending before that
     asleep: tuple[str, ...] = ()  # parts of the engines' memory that are given back, see `RolloutClient.sleep`
     held: int = 0  # samples between two turns
-    adapters: tuple[Adapter, ...] = ()  # that requests may name
-    contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND
+    adapters: tuple[Adapter, ...] = ()  # adapters that requests may name
+    contained: dict[str, int] = Field(default_factory=dict)  # contained errors, by PLACE.KIND

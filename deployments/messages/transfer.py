@@ -1,4 +1,6 @@
-"""One phase of a transfer of weights as vLLM's trainer engines drive it: by its own (`nccl`, `ipc`), or by memory."""
+"""One phase of a transfer of weights as vLLM's trainer engines drive it: by vLLM's engines (`nccl`, `ipc`), or by
+memory.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,19 +11,20 @@ MEMORY = "tailrace_memory"
 
 
 class TransferPhase(StrEnum):
-    """In this order; `part` may come several times."""
+    """Phases in order; `part` may occur several times."""
 
     INIT = "init"  # workers meet the trainer
-    START = "start"  # forget the rest of an earlier transfer
+    START = "start"  # discard an earlier transfer
     PART = "part"  # receive tensors, apart from the model
-    FINISH = "finish"  # of one replica of each node: into the node's slot
-    DROP = "drop"  # of the other replicas
+    FINISH = "finish"  # for one replica of each node: writes the node's slot
+    DROP = "drop"  # for the other replicas
     SHUTDOWN = "shutdown"  # workers leave the trainer
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`info`: vLLM's own, by phase. `version`, `served`: of the weights that come, and those whose slot is kept.
+    """`info`: vLLM's own fields of the phase. `version`: version of the new weights. `served`: weights whose slot is
+    kept.
 
     `service`: name of the slots; filled in by the replica.
     """

@@ -1,1 +1,1 @@
-"""The service's metrics: their registry, the books that they are read from, and their doors."""
+"""The service's metrics: their registry, the books that they are read from, and their exporters."""

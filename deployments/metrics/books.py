@@ -1,6 +1,7 @@
-"""Figures of the whole service, read from the coordinator's books: one look, some ms with thousands of replicas.
+"""Figures of the whole service, read from the coordinator's books: a reading takes some ms with thousands of replicas.
 
-Invariant: reading changes nothing but the seconds of replicas, which count from look to look. Called by `Rollouts`.
+Invariant: reading changes nothing except the seconds of replicas, which count from reading to reading. Called by
+`Rollouts`.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ from tailrace.policies.core.replica_table import ReplicaTable
 FAULT_OF_PLACE = {"turn": "core_restarted", "submit": "core_restarted", "drivers": "drivers_silent"} | {
     place: place for place in ("token_log", "pool")
 }
-"""Kinds of faults by the place of a contained error; else `contained`."""
+"""Kinds of faults by the place of a contained error; all others are `contained`."""
 
 POOL_TOKENS = {"local_tokens": "local", "pool_tokens": "pool", "recomputed_tokens": "recomputed"}
 
@@ -43,7 +44,7 @@ class BooksView(NamedTuple):
 
 
 class Books:
-    """`totals`: of all ends. `look`: gives the books as they are."""
+    """`totals`: counts of all ends. `look`: returns the present books."""
 
     def __init__(self, totals: EndTotals, look: Callable[[], BooksView]):
         self._totals, self._look, self._engines = totals, look, EngineSums()
@@ -145,7 +146,7 @@ def _faults(contained: Mapping[str, int]) -> Counter[str]:
 
 
 def _counted(metric: Metric, counts: Mapping[str, float]) -> Row:
-    """Of a metric with one label: every value of it, 0 where there is none; others together."""
+    """Returns the rows of a metric with one label: every value of it, 0 where there is none; other values together."""
     (values,) = metric.labels.values()
     rows = {(value,): 0 for value in values}
     for value, count in counts.items():

@@ -1,4 +1,4 @@
-"""The engines' own counts, summed over all replicas that there have been.
+"""The engines' own counts, summed over all replicas that have ever joined.
 
 Invariant: a sum never goes down while the coordinator lives: a replica that has left stays in it with its last report.
 A replica's counts begin with its process, and its name is new then. Called by `Books`.
@@ -29,9 +29,9 @@ class EngineSums:
         self._loaded: dict[str, tuple[int, str]] = {}  # by replica: the weights whose load is in `weights_s`
 
     def learn(self, reports: Mapping[str, EngineStats]) -> None:
-        """Take over the latest report of each replica."""
+        """Adds the latest report of each replica."""
         for name, report in reports.items():
-            before = self._last.pop(name, None)  # so that those that are gone come first
+            before = self._last.pop(name, None)  # so that departed replicas come first
             if before is not report:
                 self._add(report, before)
             self._last[name] = report

@@ -1,7 +1,7 @@
 """Exports metrics every EXPORT_S: collected on the event loop, sent from a thread.
 
-Invariant: an error of a door, or of the reading, is logged once a kind; it ends neither the loop nor the other doors.
-Called by the coordinator and the gateway.
+Invariant: an error of an exporter (a door), or of the reading, is logged once a kind; it ends neither the loop nor the
+other exporters. Called by the coordinator and the gateway.
 """
 
 import asyncio
@@ -14,25 +14,26 @@ from tailrace.deployments.metrics.metric import Figures
 from tailrace.deployments.metrics.registry import PROCESSES
 
 EXPORT_S = 10.0
-"""Seconds between two looks. Each is given twice: Ray sends, every 10 s, the gauges that were set since, and its page
-forgets one that was not sent for 20 s."""
+"""Seconds between two readings. Each is sent twice: every 10 s Ray sends the gauges that were set since, and its page
+drops one that was not sent for 20 s.
+"""
 
 
 class Door(Protocol):
-    """A way out of the process."""
+    """An exporter: one way for figures out of the process."""
 
     def give(self, figures: Figures) -> None: ...
 
 
 class MetricsDoors:
-    """All doors of a process. `read`: gives the figures."""
+    """All exporters of a process. `read`: returns the figures."""
 
     def __init__(self, doors: Sequence[Door], read: Callable[[], Figures]):
         self._doors, self._read = doors, read
         self._logged: set[tuple[str, str]] = set()
 
     async def export(self, every_s: float = EXPORT_S) -> None:
-        """For ever."""
+        """Exports again and again. Never returns."""
         while True:
             await asyncio.sleep(every_s / 2)
             try:
@@ -58,7 +59,9 @@ class MetricsDoors:
 
 
 def doors_of(process: str, otlp: bool, read: Callable[[], Figures]) -> MetricsDoors:
-    """Ray's endpoint, and a collector of OpenTelemetry's if `otlp`. `process`: one of PROCESSES."""
+    """Returns the exporters of a process: Ray's endpoint, and an OpenTelemetry collector if `otlp`. `process`: one of
+    PROCESSES.
+    """
     from tailrace.deployments.metrics.ray_door import RayDoor
 
     metrics = PROCESSES[process]

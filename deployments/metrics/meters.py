@@ -1,7 +1,7 @@
 """OpenTelemetry's meters of one process: an observable instrument for each counter and gauge, read from figures.
 
-OpenTelemetry has no observable histogram, so the histograms of the figures join the data of the instruments as points
-made here.
+OpenTelemetry has no observable histogram, so the histograms of the figures are added to the instruments' data as
+points.
 """
 
 import time
@@ -28,7 +28,7 @@ METER = "tailrace"
 
 
 class Meters:
-    """`service`: the name of the process's kind, as spans have it. `metrics`: those that it gives."""
+    """`service`: the name of the process's kind, as in spans. `metrics`: those that it exports."""
 
     def __init__(self, service: str, metrics: Sequence[Metric]):
         self._figures: Figures = {}
@@ -48,7 +48,7 @@ class Meters:
             yield Observation(value, dict(zip(metric.labels, values, strict=True)))
 
     def collect(self, figures: Figures) -> MetricsData:
-        """All instruments read once, as OpenTelemetry exports them: cumulative."""
+        """Reads all instruments once, in OpenTelemetry's cumulative form."""
         self._figures = figures
         data = self._reader.get_metrics_data()
         (resource,) = data.resource_metrics
@@ -76,7 +76,7 @@ class Meters:
 
 
 class OtlpDoor:
-    """Sends to the collector that the OTEL_* variables name, which the exporter itself reads."""
+    """Sends to the collector that the OTEL_* variables name; the exporter itself reads them."""
 
     def __init__(self, service: str, metrics: Sequence[Metric], exporter: MetricExporter):
         self._meters, self._exporter = Meters(service, metrics), exporter

@@ -1,6 +1,6 @@
-"""One metric: its name, its kind, its labels with all their values; and figures, the values of many at one moment.
+"""One metric: its name, kind and labels with all their values; and figures, the values of many metrics at one moment.
 
-Invariant: a label has the values that its metric names, and `other` for all else; so no caller can make series.
+Invariant: a label has the values that its metric names, and `other` for all else, so no caller can create series.
 """
 
 from bisect import bisect_left
@@ -24,8 +24,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Metric:
-    """`name`: as in Prometheus, a counter's without `_total`. `labels`: values by label. `bounds`: of a histogram's
-    buckets, rising, each the highest value of its bucket. `unit`: by UCUM, as OpenTelemetry has it."""
+    """`name`: as in Prometheus, a counter's without `_total`. `labels`: values by label. `bounds`: upper bounds of a
+    histogram's buckets, rising. `unit`: in UCUM, as OpenTelemetry uses it.
+    """
 
     name: str
     kind: Kind
@@ -36,11 +37,11 @@ class Metric:
 
     @property
     def series(self) -> str:
-        """The name of its series in Prometheus; of a histogram without `_bucket`, `_sum`, `_count`."""
+        """Name of its series in Prometheus; a histogram's without `_bucket`, `_sum`, `_count`."""
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
 
     def all_series(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Names of its series, each with the labels that it has beyond the metric's."""
+        """Yields the names of its series, each with the labels that it has besides the metric's."""
         if self.kind is not Kind.HISTOGRAM:
             yield self.series, ()
         else:
@@ -49,13 +50,13 @@ class Metric:
             yield f"{self.name}_count", ()
 
     def row(self, *values: str) -> tuple[str, ...]:
-        """These values of its labels, in order, with `other` for one that it does not name."""
+        """Returns these values of its labels, in order, with `other` for one that it does not name."""
         known = self.labels.values()
         return tuple(one if not of or one in of else OTHER for one, of in zip(values, known, strict=True))
 
 
 class Distribution:
-    """Counts of values by bucket, the last of which is for those above all bounds; and their sum."""
+    """Counts of values by bucket, the last of which is for values above all bounds; and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -82,4 +83,6 @@ class Distribution:
 
 
 Figures = Mapping[str, Mapping[tuple[str, ...], float | Distribution]]
-"""By name of the metric and values of its labels. Counters and distributions since the process began."""
+"""Values by name of the metric and values of its labels. Counters and distributions count from the start of the
+process.
+"""

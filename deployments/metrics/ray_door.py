@@ -1,9 +1,9 @@
-"""Figures through Ray's own endpoint for Prometheus, a page of each node's agent.
+"""Exports figures through Ray's own endpoint for Prometheus, a page of each node's agent.
 
-All go there as gauges that hold the whole count, under the names that Prometheus has for counters and histograms. Ray
-2.60's own counters send differences, of which one may be lost; they have no 0, and series of an ended process for ever;
-its histograms reckon a sum from the middles of the buckets. It puts `ray_` before each name, which
-monitoring/prometheus.yml takes away. On a cluster without Ray's metrics a call does nothing.
+All are exported as gauges that hold the whole count, under the names that Prometheus has for counters and histograms.
+Ray 2.60's own counters send differences, of which one may be lost; they have no 0, and keep series of an ended process
+for ever; its histograms compute a sum from the middles of the buckets. Ray puts `ray_` before each name, which
+monitoring/prometheus.yml removes. On a cluster without Ray's metrics a call does nothing.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tailrace.deployments.metrics.text import cumulated
 
 
 class RayDoor:
-    """`metrics`: those that this process gives."""
+    """`metrics`: those that this process exports."""
 
     def __init__(self, metrics: Sequence[Metric]):
         self._metrics = metrics

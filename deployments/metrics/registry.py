@@ -1,6 +1,7 @@
-"""The registry: every metric of the service, by process. Doors, the board and the tables of the docs are made from it.
+"""The registry: every metric of the service, by process. Exporters, the board and the tables of the docs are made from
+it.
 
-The coordinator's are of the whole service. None has a replica, a batch or a sample among its labels.
+The coordinator's metrics cover the whole service. No label names a replica, a batch or a sample.
 """
 
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S
@@ -10,26 +11,27 @@ from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import ChunkEnd
 
 CHUNK_BOUNDS = (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""From a wait in an idle engine to 8,192 tokens at 14 tokens/s."""
+"""Upper bounds, in seconds, from a wait in an idle engine to 8,192 tokens at 14 tokens/s."""
 
 WEIGHTS_BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 HTTP_BOUNDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-"""From a status to a long answer of an agent."""
+"""Upper bounds, in seconds, from a status to a long answer of an agent."""
 
 FAULTS = (
     "chunk_failed", "chunk_lost", "replica_lost", "sample_failed", "core_restarted", "contained", "drivers_silent",
     "token_log", "pool",
 )  # fmt: skip
 """A chunk that its replica refused or failed, or that a lost replica had; a replica that left unasked; a sample given
-up; all batches ended by an error of a policy; an error that ended one thing alone; batches whose drivers are gone; the
-token log; the pool's master without an answer."""
+up; all batches ended by an error of a policy; a contained error; batches whose drivers are gone; the token log; the
+pool's master without an answer.
+"""
 
 CAUSES = (
     "none", "new", "tail", "miss", "below_min", "not_pulled", "paused", "lookup_late", "pull_late", "pull_gone",
     "pull_lease_expired", "pull_store_lost", "pull_master_lost", "pull_paused", "pull_corrupt",
 )  # fmt: skip
-"""Of context tokens that were computed: see kvpool/scheduler.py. `none`: those that were not."""
+"""Causes for which context tokens were computed, see kvpool/scheduler.py. `none`: tokens that were not."""
 
 POOL_OPERATIONS = ("lookup", "load", "pull", "save", "release", "retire", "move", "prefetch")
 
@@ -140,7 +142,7 @@ COORDINATOR = (
     POOL_FAILURES, POOL_USED, POOL_CAPACITY, POOL_UP, REPLICAS, REPLICAS_WANTED, REPLICA_SECONDS, FAULTS_SEEN,
     WEIGHTS_VERSION, WEIGHTS_SECONDS, COORDINATOR_SECONDS,
 )  # fmt: skip
-"""Of the whole service, read by the coordinator."""
+"""Metrics of the whole service, read by the coordinator."""
 
 REASONS = ("token", "role", "body", "quota", "away", "content", "max_open", "route")
 
@@ -162,7 +164,7 @@ HTTP_SECONDS = Metric(
 HTTP_OPEN = Metric("tailrace_gateway_open_requests", Kind.GAUGE, "Requests in progress")
 
 GATEWAY = (HTTP_REQUESTS, HTTP_REFUSED, HTTP_SECONDS, HTTP_OPEN)
-"""Of one replica of the gateway."""
+"""Metrics of one replica of the gateway."""
 
 PROCESSES = {"coordinator": COORDINATOR, "gateway": GATEWAY}
 

@@ -24,7 +24,7 @@ class _Page:
 
 
 def prometheus_text(metrics: Sequence[Metric], figures: Figures, constant: Mapping[str, str]) -> bytes:
-    """`constant`: labels of every series, with their values."""
+    """Returns figures in Prometheus's text format. `constant`: labels of every series, with their values."""
     registry = CollectorRegistry()
     registry.register(_Page([family_of(one, figures, constant) for one in metrics if one.name in figures]))
     return generate_latest(registry)
@@ -42,7 +42,7 @@ def family_of(metric: Metric, figures: Figures, constant: Mapping[str, str]) -> 
 
 
 def cumulated(found: Distribution) -> Iterator[tuple[str, int]]:
-    """Its buckets as Prometheus has them: (highest value, number of values up to it)."""
+    """Yields the buckets as Prometheus has them: (upper bound, number of values up to it)."""
     total = 0
     for bound, count in zip((*map(str, found.bounds), "+Inf"), found.counts, strict=True):
         total += count

@@ -1,4 +1,4 @@
-"""Ends since the coordinator began: of chunks, samples, batches; and the faults between them.
+"""Ends since the coordinator began: ends of chunks, samples and batches, and faults.
 
 Invariant: a count never goes down, and each end is counted once. Written by `Rollouts` and `ChunkRunner` alone, a few
 additions an end; read by `books`.
@@ -15,13 +15,13 @@ from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import ChunkEnd
 
 MAX_CAME = 10_000
-"""Ends of chunks that are not in the counts yet; about 2 MB."""
+"""Maximum number of ended chunks that are not in the counts yet; about 2 MB."""
 
 PHASES = ("queue", "prefill", "decode")
 
 
 class EndTotals:
-    """Counters by the labels of the metric of that name. `now`: the coordinator's clock, in seconds."""
+    """Counters by the labels of the metric with that name. `now`: the coordinator's clock, in seconds."""
 
     def __init__(self, now: Callable[[], float]):
         self._now, self.tokens = now, 0
@@ -34,13 +34,13 @@ class EndTotals:
         self.chunk_s = {phase: Distribution(CHUNK_SECONDS.bounds) for phase in PHASES}
 
     def chunk_came(self, result: ChunkResult) -> None:
-        """A chunk's end has come, well formed."""
+        """Counts a well-formed end of a chunk."""
         self._came.append((result.end, result.queue_s, result.prefill_s, result.decode_s))
         if len(self._came) >= MAX_CAME:
             self.settle()
 
     def settle(self) -> None:
-        """Take the ends that have come into the counts, all at once: a tenth of the time that one by one takes."""
+        """Adds the recorded ends to the counts, all at once: a tenth of the time that single additions take."""
         if self._came:
             came, self._came = self._came, []
             ends, *seconds = zip(*came, strict=True)
@@ -49,12 +49,12 @@ class EndTotals:
                 self.chunk_s[phase].add_all(values)
 
     def chunk_failed(self, lost: bool) -> None:
-        """`lost`: with its replica."""
+        """Counts a failed chunk. `lost`: it was lost with its replica."""
         self.chunks["lost" if lost else "failed"] += 1
         self.faults["chunk_lost" if lost else "chunk_failed"] += 1
 
     def wrote(self, result: ChunkResult, moved: bool) -> None:
-        """A chunk has been written down. `moved`: it came from another replica than the one before."""
+        """Counts a written chunk. `moved`: it came from another replica than the one before."""
         self.tokens += len(result.token_ids)
         if moved:
             self.moves["pulled" if result.pulled_tokens else "recomputed"] += 1
@@ -64,7 +64,7 @@ class EndTotals:
         self.faults["sample_failed"] += end is SampleEnd.FAILED
 
     def batch_over(self, batch: LiveBatch) -> None:
-        """All its groups have been handed out. A session has no tail."""
+        """Counts a batch whose groups have all been delivered. A session has no tail."""
         if batch.delivery is not None and batch.tail_began_s is not None:
             self.batch_s["body"] += batch.tail_began_s - batch.submitted_s
             self.batch_s["tail"] += self._now() - batch.tail_began_s

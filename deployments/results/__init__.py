@@ -1,1 +1,1 @@
-"""Parts of a result: columns of numbers, and a text that is decoded later."""
+"""Parts of a result: columns of numbers, and a text that is decoded on first use."""

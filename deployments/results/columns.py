@@ -1,9 +1,9 @@
-"""Numbers of a sample's tokens, one for each, as a read-only array that reads like a tuple.
+"""Numbers of a sample's tokens, one for each, as a read-only array that behaves like a tuple.
 
 A token takes 4 bytes in a column and over 30 in a tuple. Invariant: a column never changes, and holds the numbers that
-it was given, bit by bit. Pickled by protocol 5 its array is a buffer of its own, which Ray's object store hands to
-another process of the node without a copy. numpy is loaded with the first column: clients over HTTP begin without it.
-Made by the ledger, and of the numbers of any result.
+it was given, bit by bit. When it is pickled by protocol 5, its array is a buffer of its own, which Ray's object store
+shares with another process of the node without a copy. numpy is loaded with the first column: clients over HTTP start
+without it. Made by the ledger, and from the numbers of any result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Column(Sequence):
 
     @property
     def array(self) -> "np.ndarray":
-        """The numbers, read-only, without a copy."""
+        """The numbers as an array, read-only, without a copy."""
         return self._array
 
     def tolist(self) -> list:
@@ -84,7 +84,7 @@ class Column(Sequence):
 
 
 def repeated(numbers: Sequence[int], counts: Sequence[int]) -> Column:
-    """Each number as often as its count says, int32."""
+    """Returns each number as often as its count says, int32."""
     import numpy as np
 
     return Column(np.repeat(np.array(numbers, np.int32), counts))
@@ -109,7 +109,7 @@ def _token_array(given: "np.ndarray") -> "np.ndarray":
 
 
 def _logprob_array(given: "np.ndarray") -> "np.ndarray":
-    """float32 if these hold the numbers, as those of engines; else float64."""
+    """Returns float32 if it holds the numbers exactly, as it does for those of engines; else float64."""
     if given.dtype.kind not in "iuf":
         raise ValueError("give numbers in one list")
     import numpy as np
@@ -122,15 +122,16 @@ def _logprob_array(given: "np.ndarray") -> "np.ndarray":
 
 @dataclass(frozen=True)
 class ColumnKind:
-    """A column in a pydantic model, from a list, tuple, array or column; a list in JSON. `dtypes`: that fit, the usual
-    one first. `fit`: an array as one of them, or ValueError."""
+    """A column in a pydantic model, made from a list, tuple, array or column; a list in JSON. `dtypes`: accepted types,
+    the usual one first. `fit`: converts an array to one of them, or raises ValueError.
+    """
 
     fit: Callable[["np.ndarray"], "np.ndarray"]
     dtypes: tuple[str, ...]
     number: CoreSchema
 
     def checked(self, values: Iterable) -> Column:
-        """A column of these values. Raises ValueError, in one line."""
+        """Returns a column of these values. Raises ValueError, in one line."""
         import numpy as np
 
         if isinstance(values, Column) and values.array.dtype.name in self.dtypes:

@@ -1,8 +1,8 @@
-"""The text of a sample that is decoded where it is asked for, once.
+"""The text of a sample that is decoded once, on first use.
 
-Invariant: the text and the stop reason are those that the coordinator would have made, and once made they do not
-change. A result that has a decoder is decoded before it is copied, compared, pickled or written as JSON, so these carry
-the text. Called by the ledger, which makes such results, and by the client, which gives them a decoder.
+Invariant: the text and the stop reason are those that the coordinator would have made, and never change once made. A
+result with a decoder is decoded before it is copied, compared, pickled or written as JSON, so these carry the text.
+Called by the ledger, which makes such results, and by the client, which gives them a decoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ LATER = "text", "stop_reason"
 
 class TextRule(NamedTuple):
     """How a text follows from tokens. `tokenizer`: names the content of its files. `stopped`: the last token ended it,
-    by itself or as the end of one of the stop texts `stop`."""
+    by itself or as the end of one of the stop texts `stop`.
+    """
 
     tokenizer: str
     stopped: bool
@@ -24,18 +25,18 @@ class TextRule(NamedTuple):
 
 
 Decoder = Callable[[Sequence[int], TextRule], tuple[str, int | str | None]]
-"""Text and stop reason of token ids."""
+"""Returns text and stop reason of token ids."""
 
 
 class LaterText(BaseModel):  # noqa: PLW1641 - pydantic makes the hash
-    """Base of a message with `token_ids`, `text` and `stop_reason`, of which the last two may be decoded later."""
+    """Base of a message with `token_ids`, `text` and `stop_reason`; the last two may be decoded later."""
 
     _rule: TextRule | None = PrivateAttr(None)
     _decoder: Decoder | None = PrivateAttr(None)
 
     @classmethod
     def later(cls, rule: TextRule, **fields: Any):
-        """A message of these fields, which are not checked, without text and stop reason."""
+        """Returns a message of these fields, which are not checked, without text and stop reason."""
         made = cls.model_construct(**fields)
         made.__dict__.pop("stop_reason", None)
         made._rule = rule
@@ -43,15 +44,15 @@ class LaterText(BaseModel):  # noqa: PLW1641 - pydantic makes the hash
 
     @property
     def tokenizer(self) -> str:
-        """The tokenizer that its text waits for; empty if it has the text."""
+        """Name of the tokenizer that its text needs; empty if it has the text."""
         return self._rule.tokenizer if self._rule is not None else ""
 
     def decode_by(self, decoder: Decoder) -> None:
-        """Have its text decoded by `decoder` when it is asked for."""
+        """Sets the decoder that decodes its text on first use."""
         self._decoder = decoder
 
     def settle(self) -> None:
-        """Decode its text now, if it has a decoder."""
+        """Decodes its text now, if it has a decoder."""
         rule, decoder = self._rule, self._decoder  # another thread may settle it meanwhile
         if rule is not None and decoder is not None:
             found = self.__dict__ | dict(zip(LATER, decoder(self.token_ids, rule), strict=True))

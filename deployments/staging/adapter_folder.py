@@ -1,7 +1,7 @@
-"""An adapter's folder in PEFT's form: the digest of its content, and the tensors that do not fit a model.
+"""An adapter's folder in PEFT's format: the digest of its content, and the tensors that do not fit a model.
 
-Invariant: the digest covers every byte that decides a token, and nothing but safetensors is read: other formats can run
-code. Called by the engine, by its worker, and by tests.
+Invariant: the digest covers every byte that decides a token. Only safetensors are read: other formats can run code.
+Called by the engine, by its worker, and by tests.
 """
 
 import json
@@ -18,12 +18,12 @@ DIGEST_BYTES = 8
 
 ENDS = (".lora_A.weight", ".lora_B.weight")
 PREFIX = "base_model.model."
-"""How PEFT names a tensor: this, the module's name, and one of the ends."""
+"""Prefix of a tensor's name in PEFT; the module's name and one of the suffixes follow."""
 
 
 def adapter_digest(folder: str) -> str:
     """Returns 16 hex digits that name the content of both files. Raises AdapterRefused, one line, if one is absent."""
-    from blake3 import blake3  # not of the light installation
+    from blake3 import blake3  # absent from the light installation
 
     if not Path(folder).is_absolute():
         raise AdapterRefused(f"adapter folder {folder}: give an absolute path")
@@ -40,9 +40,9 @@ def adapter_digest(folder: str) -> str:
 
 
 def misfit(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns the reason, in one line, why the tensors cannot be of a model with weights of these shapes, or None.
+    """Returns in one line why the tensors do not fit a model with weights of these shapes, or None.
 
-    Modules that the model saves under other names are not looked at here.
+    Modules that the model saves under other names are not checked here.
     """
     try:
         json.loads((Path(folder) / CONFIG).read_text())["r"]

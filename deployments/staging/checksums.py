@@ -9,8 +9,8 @@ CHECKSUM_BYTES, DIGEST_BYTES = 16, 8
 
 
 def checksum(name: str, kind: str, shape: list[int], data: memoryview) -> str:
-    """Returns 32 hex digits."""
-    from blake3 import blake3  # not of the light installation, which has the client alone
+    """Returns the checksum as 32 hex digits."""
+    from blake3 import blake3  # absent from the light installation, which has only the client
 
     state = blake3(f"{name}\0{kind}\0{shape}\0".encode())
     state.update(data)

@@ -1,8 +1,8 @@
 """The weights that an engine computes with, read back from its model under the names of a saved folder.
 
-A CPU multiplies by repacked copies, which have no form to read: the product with the identity gives their values. The
-values are exact, but for the sign of zeros. Invariant: a tensor that cannot be read is an error, and never left out.
-Called by the worker.
+A CPU multiplies by repacked copies, which cannot be read directly: their product with the identity gives the values.
+The values are exact, except for the sign of zeros. Invariant: a tensor that cannot be read is an error, and never left
+out. Called by the worker.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ from tailrace.deployments.staging.checksums import checksum
 from tailrace.deployments.staging.stage import as_bytes
 
 ROWS = 256
-"""Of the identity at a time: bounds the memory of a product."""
+"""Number of rows of the identity in one product, which bounds its memory."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class HeldWeights:
-    """`model`: vLLM's, whole (no tensor parallelism). `shapes`: of the saved tensors, by name."""
+    """`model`: vLLM's model, whole (no tensor parallelism). `shapes`: shapes of the saved tensors, by name."""
 
     def __init__(self, model: torch.nn.Module, shapes: Shapes):
         modules = model.named_modules()
@@ -32,7 +32,8 @@ class HeldWeights:
         }
 
     def module_of(self, name: str) -> tuple[torch.nn.Module, str, int]:
-        """The module of a saved tensor, the name of its parameter, and its first row there: vLLM joins some tensors.
+        """Returns the module of a saved tensor, the name of its parameter, and its first row there: vLLM joins some
+        tensors.
 
         Raises ValueError, one line.
         """
@@ -47,7 +48,7 @@ class HeldWeights:
         return module, kind, sum(self._shapes[f"{parent}.{part}.{kind}"][0] for part in before)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The saved names with the values held, on the host. Raises ValueError, one line."""
+        """Yields the saved names with the values held, on the host. Raises ValueError, one line."""
         for name, shape in sorted(self._shapes.items()):
             module, kind, first = self.module_of(name)
             values = values_of(module, kind)
@@ -57,34 +58,40 @@ class HeldWeights:
             yield name, found.cpu().contiguous()
 
     def checksums(self) -> dict[str, str]:
-        """Checksums by name, see `checksums.checksum`; zeros count as positive."""
+        """Returns checksums by name, see `checksums.checksum`; zeros count as positive."""
         return {name: checksum_of(name, values) for name, values in self}
 
     def unlike(self, saved: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
-        """Names of tensors whose values are not the saved ones in the model's type; packed copies of others, too."""
+        """Returns the names of tensors whose values differ from the saved ones in the model's type, packed copies
+        included.
+        """
         wanted = dict(saved)
         found = [name for name, values in self if not torch.equal(values, wanted[name].to(values.dtype))]
         return found + self._stale_copies()
 
     def _stale_copies(self) -> list[str]:
-        """Modules whose weight has a packed copy with other values; output layers that share the input's have one."""
+        """Returns the modules whose weight has a packed copy with other values; output layers that share the input's
+        have one.
+        """
         copies = [(n, m) for n, m in self._modules.items() if is_packed(m) and m.weight.numel()]
         return [f"{name} (packed)" for name, module in copies if not torch.equal(unpacked(module), module.weight)]
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    """Whether vLLM's CPU layers multiply by a copy of this module's weight; not a layer of LoRA around such a one."""
+    """Returns whether vLLM's CPU layers multiply by a copy of this module's weight; a LoRA layer around it does not
+    count.
+    """
     return vars(module).get("cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear
 
 
 def values_of(module: torch.nn.Module, kind: str) -> torch.Tensor:
-    """The values of a parameter, those of the packed copy where vLLM keeps no other."""
+    """Returns the values of a parameter, those of the packed copy if vLLM keeps no other."""
     values = getattr(module, kind).detach()
     return values if values.numel() or kind != "weight" or not is_packed(module) else unpacked(module)
 
 
 def unpacked(module: torch.nn.Module) -> torch.Tensor:
-    """The matrix [outputs, inputs] that a module multiplies by, from its product with the identity."""
+    """Returns the matrix [outputs, inputs] that a module multiplies by, from its product with the identity."""
     inputs = module.weight.shape[1] if module.weight.numel() else module.input_size
     rows = (torch.eye(min(ROWS, inputs - start), inputs, dtype=module.weight.dtype).roll(start, 1)
             for start in range(0, inputs, ROWS))  # fmt: skip
@@ -92,5 +99,5 @@ def unpacked(module: torch.nn.Module) -> torch.Tensor:
 
 
 def checksum_of(name: str, values: torch.Tensor) -> str:
-    """The checksum of a tensor on the host; zeros count as positive."""
+    """Returns the checksum of a tensor on the host; zeros count as positive."""
     return checksum(name, *as_bytes(name, values + 0.0 if values.is_floating_point() else values))

@@ -1,7 +1,7 @@
-"""The actor that keeps a node's slots: it ends them with their application, and puts them into the pool when asked.
+"""The actor that keeps a node's slots: it ends them with their application, and puts them into the pool on request.
 
 One for each node where weights are staged, detached, as the trainer may end before the service. Invariant: no slot
-outlives its application. Made by the client; asked by replicas of other nodes.
+outlives its application. Created by the client; called by replicas of other nodes.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ class SlotKeeper:
 
 
 def keep_slots(service: str, app_name: str) -> None:
-    """Returns once this node's keeper is there. Ray must be connected."""
+    """Starts this node's keeper, and returns once it exists. Ray must be connected."""
     name = f"{NAME}{service}-{ray.get_runtime_context().get_node_id()}"
     detached_actor(SlotKeeper, name).remote(service, app_name)
 
 
 def keepers(service: str) -> list[ActorHandle]:
-    """The keepers of a service, one for each node where weights were staged."""
+    """Returns the keepers of a service, one for each node where weights were staged."""
     named = ray.util.list_named_actors(all_namespaces=True)
     found = [each["name"] for each in named if each["namespace"] == NAMESPACE]
     return [ray.get_actor(name, NAMESPACE) for name in found if name.startswith(f"{NAME}{service}-")]

@@ -1,8 +1,8 @@
 """Copies of staged weights in the KV pool, for nodes where they were not staged.
 
 A tensor is one value under `weights/VERSION/NAME`, and so is each file's header under its file's name. Invariant: a
-copy becomes a slot of its node only when it is whole, and is verified there like one that was staged. Called by the
-keeper of the slots, which puts, and by replicas, which pull.
+copy becomes a slot of its node only when it is whole, and is verified there like a staged one. Called by the keeper of
+the slots, which puts, and by replicas, which pull.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ from tailrace.deployments.staging.slots import SHARED_MEMORY, MemorySource, Slot
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 
 PULL_S = 600.0
-"""Longest wait for a keeper that puts, or for another replica of the node that pulls."""
+"""Maximum seconds to wait for a keeper that puts, or for another replica of the node that pulls."""
 
 BUFFER_BYTES = 64 << 20
-"""Of the client; tensors are read and written where they are."""
+"""Buffer size of the client; tensors are read and written in place."""
 
 PIECE_BYTES = 16 << 20
-"""Largest value of the pool: a tensor of more bytes has several, numbered."""
+"""Maximum size of a value in the pool: a larger tensor has several, numbered."""
 
 
 def key_of(source: MemorySource, name: str, piece: int = 0) -> str:
@@ -36,7 +36,7 @@ def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
     try:
         if _known_files(store, source) is not None:
             return
-        store.remove_by_regex(f"^weights/{source.version}/", force=True)  # of a stage that was not committed
+        store.remove_by_regex(f"^weights/{source.version}/", force=True)  # remains of a stage that was not committed
         files = sorted(folder.glob("*.safetensors"))
         for path in files:
             header, begin = read_header(path)
@@ -56,7 +56,7 @@ def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
 
 
 def pull(source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHARED_MEMORY) -> Path:
-    """Returns this node's slot with weights that it has pulled, or that another replica here has. Raises ValueError."""
+    """Returns this node's slot with weights that this replica, or another one here, has pulled. Raises ValueError."""
     import fcntl
 
     from tailrace.kvpool.pool import join_pool
@@ -65,7 +65,7 @@ def pull(source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHA
     slots = Slots(source.service, root)
     lock = os.open(slots.root / f"tailrace-{source.service}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two replicas one pulls
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of two replicas pulls
         if (folder := slot_of(source, root)) is not None:
             return folder
         endpoint = join_pool(pool, app_name)
@@ -108,7 +108,7 @@ def _pulled(store, source: MemorySource, slots: Slots) -> Path:
     try:
         for file in files:
             _pull_file(store, source, part / file)
-    except BaseException:  # of whatever kind: it is raised again
+    except BaseException:  # any error: it is raised again
         shutil.rmtree(part, ignore_errors=True)
         raise
     part.rename(slot)
@@ -139,7 +139,7 @@ def _pull_file(store, source: MemorySource, path: Path) -> None:
 
 
 def _pieces(header: dict, begin: int):
-    """(name, place in the file, bytes, number) of each value of the tensors in a file."""
+    """Yields (name, place in the file, bytes, number) of each value of the tensors in a file."""
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -149,7 +149,7 @@ def _pieces(header: dict, begin: int):
 
 
 def _known_files(store, source: MemorySource) -> list[str] | None:
-    """Names of the files of these very weights in the pool, or None if it does not have them."""
+    """Returns the names of the files of exactly these weights in the pool, or None if it does not have them."""
     key = key_of(source, "")
     if store.is_exist(key) != 1:
         return None
@@ -165,7 +165,7 @@ def _check(source: MemorySource, name: str, code: int) -> None:
 
 
 class _mapped:
-    """A file in memory, as (address, view)."""
+    """Maps a file into memory; gives (address, view)."""
 
     def __init__(self, path: Path, size: int, write: bool):
         self._path, self._size, self._write = path, size, write

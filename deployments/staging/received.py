@@ -1,7 +1,7 @@
 """Weights that a worker receives by one of vLLM's transfer engines, kept apart from its model until they are committed.
 
-Invariant: the model is not touched, so a transfer that breaks off changes nothing. The transfer engine takes this
-object for the model to load into. Owned by `ExactWorker`.
+Invariant: the model is not touched, so a transfer that breaks off changes nothing. The transfer engine loads into this
+object as if it were the model. Owned by `ExactWorker`.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ class ReceivedWeights:
         self.tensors: dict[str, object] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, object]]) -> set[str]:
-        """As a model of vLLM. Returns the names. The caller's buffers may be used again after it."""
+        """Stands in for a vLLM model's method. Returns the names. The caller may reuse its buffers afterwards."""
         found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
         self.tensors |= found
         return set(found)

@@ -1,14 +1,14 @@
 """The header of a safetensors file: read without loading a tensor, and written after the data.
 
-The format: eight bytes with the header's length, the header as JSON, and the data; spaces may end the header. Ours
-has a fixed size, so that data can come first and checksums later. Names of types are the format's own.
+The format: eight bytes with the header's length, the header as JSON, and the data; spaces may end the header. Our
+headers have a fixed size, so that data can come first and checksums later. Names of types are those of the format.
 """
 
 import json
 from pathlib import Path
 
 HEADER_BYTES = 1 << 20
-"""Of our files, length included: room for about 5,000 tensors; those beyond it come into another file."""
+"""Size of the header in our files, length included: room for about 5,000 tensors; further ones go into another file."""
 
 TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -16,7 +16,7 @@ TYPES = {
 }  # fmt: skip
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum header size of the format."""
 
 
 def read_header(path: Path) -> tuple[dict, int]:

@@ -1,8 +1,8 @@
-"""The two slots of a service's weights in this node's shared memory, and the name of weights in one.
+"""The two slots of a service's weights in this node's shared memory, and the name of weights in a slot.
 
-Invariant: a slot is a folder that appears by one rename, so it is whole or not there, and the slot of the version that
-is served is never touched. One process writes at a time. Folders are for their owner alone. Used by `Stage`, by the
-replicas, and by the keeper, which ends it.
+Invariant: a slot is a folder that appears by one rename, so it is whole or absent, and the slot of the version in use
+is never touched. One process writes at a time. Folders are readable by their owner alone. Used by `Stage`, by the
+replicas, and by the keeper, which removes them.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from tailrace.deployments.staging.safetensors_header import read_header
 SHARED_MEMORY = Path("/dev/shm")
 
 SLOTS = (0, 1)
-"""A version that is served and one that comes: a third would cost a model's size again."""
+"""One for the version in use and one for the next: a third would cost a model's size again."""
 
 PREFIX = "memory:"
 FORM = re.compile(r"memory:(?P<service>[A-Za-z0-9_.-]+)/(?P<version>[0-9]+)/(?P<digest>[0-9a-f]{16})")
 
 
 class MemorySource(NamedTuple):
-    """Weights in shared memory or in the pool, by service, version and digest; as text a source of weights."""
+    """Weights in shared memory or in the pool, by service, version and digest. Its text is a source of weights."""
 
     service: str
     version: int
@@ -41,14 +41,16 @@ def is_memory(source: object) -> bool:
 
 
 def memory_source(source: str) -> MemorySource:
-    """The parts of a source. Raises ValueError, one line."""
+    """Parses a source. Raises ValueError, one line."""
     if (match := FORM.fullmatch(source)) is None:
         raise ValueError(f"weights {source}: not a name that `send_weights` makes, memory:SERVICE/VERSION/DIGEST")
     return MemorySource(match["service"], int(match["version"]), match["digest"])
 
 
 def service_name(app_name: str, cluster: str) -> str:
-    """The name of an application's slots. `cluster`: its address: another one here may run the same application."""
+    """Returns the name of an application's slots. `cluster`: its address, since another cluster here may run the same
+    application.
+    """
     plain = re.sub(r"[^A-Za-z0-9_.-]", "-", app_name)
     return f"{plain}-{blake2b(cluster.encode(), digest_size=4).hexdigest()}"
 
@@ -73,7 +75,7 @@ class Slots:
         return self.root / f"tailrace-{self.service}-part"
 
     def held(self) -> dict[tuple[int, str], Path]:
-        """Folders by the version and digest of the weights in them."""
+        """Returns folders by the version and digest of the weights in them."""
         found = {}
         for folder in map(self.folder, SLOTS):
             if (name := _name_in(folder)) is not None:
@@ -81,13 +83,13 @@ class Slots:
         return found
 
     def free(self, served: tuple[int, str]) -> Path:
-        """The slot to write next: an empty one, else the one of the lower version that is not `served`."""
+        """Returns the slot to write next: an empty one, else the one of the lower version that is not `served`."""
         names = {folder: name for name, folder in self.held().items()}
         others = [folder for folder in map(self.folder, SLOTS) if names.get(folder) != served]
         return min(others, key=lambda folder: names.get(folder, (-1, "")))
 
     def lock(self) -> int:
-        """A descriptor that keeps other writers away until it is closed. Raises AlreadyStaging."""
+        """Returns a descriptor that excludes other writers until it is closed. Raises AlreadyStaging."""
         path = self.root / f"tailrace-{self.service}.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -100,19 +102,19 @@ class Slots:
         return lock
 
     def remove(self) -> None:
-        """Forget everything: the service has ended."""
+        """Removes everything: the service has ended."""
         for folder in (*map(self.folder, SLOTS), self.part):
             shutil.rmtree(folder, ignore_errors=True)
         (self.root / f"tailrace-{self.service}.lock").unlink(missing_ok=True)
 
 
 def slot_of(source: MemorySource, root: Path = SHARED_MEMORY) -> Path | None:
-    """The folder on this node that holds these weights, or None."""
+    """Returns the folder on this node that holds these weights, or None."""
     return Slots(source.service, root).held().get((source.version, source.digest))
 
 
 def _name_in(folder: Path) -> tuple[int, str] | None:
-    """Version and digest of the weights in a slot, or None if it is empty or not one of ours."""
+    """Returns version and digest of the weights in a slot, or None if it is empty or not ours."""
     try:
         files = sorted(folder.glob("*.safetensors"))
         found = {(int(m["version"]), m["digest"]) for m in (read_header(path)[0]["__metadata__"] for path in files)}

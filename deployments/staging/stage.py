@@ -1,8 +1,8 @@
-"""A version of weights on its way into a slot: tensors copied one by one, then sealed with checksums.
+"""A version of weights that is being written into a slot: tensors copied one by one, then sealed with checksums.
 
-Invariant: a slot is renamed into place only when every tensor, checksum and header is written; whatever breaks off
-before leaves a part folder, which the next stage removes. The caller's tensors are read in `add` alone, so it may
-change them as soon as the last `add` has returned. Called by `app.calls.weights_calls`.
+Invariant: a slot is renamed into place only when every tensor, checksum and header is written. An interruption before
+that leaves a part folder, which the next stage removes. The caller's tensors are read in `add` alone, so it may change
+them as soon as the last `add` has returned. Called by `app.calls.weights_calls`.
 """
 
 import contextlib
@@ -17,7 +17,9 @@ from tailrace.deployments.staging.safetensors_header import HEADER_BYTES, TYPES,
 from tailrace.deployments.staging.slots import MemorySource, Slots
 
 ENTRY_BYTES = 160
-"""Of a tensor in the header, beyond its name twice and its shape: type, offsets, checksum, marks."""
+"""Bytes of a tensor's entry in the header, besides its name twice and its shape: type, offsets, checksum,
+punctuation.
+"""
 
 
 class StageRefused(ValueError):
@@ -25,9 +27,10 @@ class StageRefused(ValueError):
 
 
 class Stage:
-    """Opens a part folder. `served`: version and digest whose slot is kept. `needed_bytes`: of all tensors, or None.
+    """Opens a part folder. `served`: version and digest whose slot is kept. `needed_bytes`: size of all tensors, or
+    None.
 
-    Raises AlreadyStaging, or StageRefused if memory lacks room.
+    Raises AlreadyStaging, or StageRefused if there is not enough memory.
     """
 
     def __init__(self, slots: Slots, version: int, served: tuple[int, str], needed_bytes: int | None = None):
@@ -39,7 +42,7 @@ class Stage:
                 shutil.rmtree(old, ignore_errors=True)
             self._check_room(needed_bytes)
             slots.part.mkdir(mode=0o700)
-        except BaseException:  # of whatever kind: it is raised again
+        except BaseException:  # any error: it is raised again
             os.close(self._lock)
             raise
         self._files: list[StagedFile] = []
@@ -51,7 +54,7 @@ class Stage:
         return len(self._names)
 
     def add(self, name: str, tensor) -> None:
-        """Copies a tensor of torch, on any device, or an array of numpy. Raises StageRefused."""
+        """Copies a torch tensor, on any device, or a numpy array. Raises StageRefused."""
         if name in self._names:
             raise StageRefused(f"weights {self._version}: tensor {name} comes twice")
         kind, shape, data = as_bytes(name, tensor)
@@ -86,7 +89,7 @@ class Stage:
         return source
 
     def drop(self) -> None:
-        """Forgets the tensors so far; of a sealed stage, nothing."""
+        """Discards the tensors so far; a sealed stage is kept."""
         if self._lock >= 0:
             shutil.rmtree(self._slots.part, ignore_errors=True)
         self._close()
@@ -123,12 +126,12 @@ class StagedFile:
         self._checksums: dict[str, str] = {}
 
     def takes(self, name: str, shape: list[int], item_bytes: int) -> bool:
-        """Whether the tensor fits: into the header, and at a place that its items may begin at."""
+        """Returns whether the tensor fits: into the header, and at an offset that suits its items."""
         entry = 2 * len(name.encode()) + 20 * len(shape) + ENTRY_BYTES
         return self._header_bytes + entry <= HEADER_BYTES - 8 and self._end % item_bytes == 0
 
     def write(self, name: str, kind: str, shape: list[int], data: memoryview) -> None:
-        """Passes on OSError; memory is reserved first, so a copy never ends half-way for lack of it."""
+        """Writes a tensor. Raises OSError; memory is reserved first, so a copy never ends half-way for lack of it."""
         size = len(data)
         if size:
             os.posix_fallocate(self._file, self._end, size)
@@ -141,7 +144,7 @@ class StagedFile:
         self._end += size
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor here, of the bytes that were written."""
+        """Returns the checksum of every tensor here, computed from the bytes that were written."""
         os.ftruncate(self._file, self._end)
         with mmap.mmap(self._file, self._end, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
             for name, entry in self._entries.items():
@@ -162,7 +165,7 @@ class StagedFile:
 
 
 def bytes_of(tensors) -> int | None:
-    """The bytes of all tensors, or None if they come by an iterator that can be read once."""
+    """Returns the size of all tensors in bytes, or None if they come from an iterator that can be read once."""
     if not hasattr(tensors, "__len__"):
         return None
     with contextlib.suppress(AttributeError, TypeError, ValueError):
@@ -171,12 +174,12 @@ def bytes_of(tensors) -> int | None:
 
 
 def pairs_of(tensors):
-    """(name, tensor) pairs of a mapping, a list of pairs or an iterator."""
+    """Returns (name, tensor) pairs of a mapping, a list of pairs or an iterator."""
     return tensors.items() if hasattr(tensors, "items") else tensors
 
 
 def as_bytes(name: str, tensor) -> tuple[str, list[int], memoryview]:
-    """Type, shape and bytes of a tensor; it is copied only if it is elsewhere or not contiguous."""
+    """Returns type, shape and bytes of a tensor, which is copied only if it is on a device or not contiguous."""
     kind = TYPES.get(str(getattr(tensor, "dtype", None)).rpartition(".")[2])
     if kind is None:
         raise StageRefused(f"tensor {name} is a {type(tensor).__name__} of {getattr(tensor, 'dtype', 'no type')}")

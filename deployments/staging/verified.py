@@ -1,7 +1,7 @@
-"""Staged weights as a replica finds them: every checksum is recomputed before anything is loaded.
+"""Verification of staged weights by a replica: every checksum is recomputed before anything is loaded.
 
-Invariant: weights are loaded from a slot only after all its bytes were found as they were written, in this process.
-Called by the engine replica, on a thread.
+Invariant: weights are loaded from a slot only after this process has found all its bytes as they were written. Called
+by the engine replica, on a thread.
 """
 
 import mmap
@@ -15,13 +15,15 @@ Seen = tuple[tuple[int, int, int], ...]
 
 
 class Verifier:
-    """Remembers the slot that it has verified last, by the identity of its files."""
+    """Remembers the slot that it verified last, by the identity of its files."""
 
     def __init__(self) -> None:
         self._seen: Seen = ()
 
     def verify(self, folder: Path, source: MemorySource) -> None:
-        """Raises ValueError, one line, if a byte differs, a tensor is absent or a file was not written to its end."""
+        """Verifies a slot. Raises ValueError, one line, if a byte differs, a tensor is absent or a file is
+        incomplete.
+        """
         try:
             files = sorted(folder.glob("*.safetensors"))
             seen = tuple((stat.st_dev, stat.st_ino, stat.st_mtime_ns) for stat in (path.stat() for path in files))

@@ -1,4 +1,4 @@
-"""Weights in memory for the replicas of a node: its own slot, or a copy that is pulled from the pool into one.
+"""Weights in memory for the replicas of a node: its own slot, or a copy pulled from the pool into a slot.
 
 Invariant: `fetch` returns once a slot of this node holds exactly these weights, verified by this process. Owned by the
 engine replica, which calls it on a thread.
@@ -10,14 +10,14 @@ from tailrace.kvpool.config import PoolConfig
 
 
 class WeightsMemory:
-    """`pool`: the application's, or None if there is none: then weights are on the nodes where they were staged."""
+    """`pool`: the application's pool, or None: then weights exist only on the nodes where they were staged."""
 
     def __init__(self, pool: PoolConfig | None, app_name: str):
         self._pool, self._app_name = pool, app_name
         self._verifier = Verifier()
 
     def own_slots(self) -> str:
-        """The name of the service's slots, which are kept on this node from now on."""
+        """Returns the name of the service's slots, and starts the keeper of this node's slots."""
         import ray
 
         from tailrace.deployments.staging.keeper import keep_slots
@@ -27,7 +27,9 @@ class WeightsMemory:
         return service
 
     def fetch(self, source: MemorySource) -> None:
-        """Raises ValueError, one line, if the weights cannot be had or are not those that were staged."""
+        """Brings weights into a slot of this node. Raises ValueError, one line, if they cannot be found or differ from
+        those that were staged.
+        """
         if (folder := slot_of(source)) is None:
             if self._pool is None:
                 raise ValueError(

@@ -9,7 +9,7 @@ from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.keyed_error import KeyedError
 
 ENGINE_ARGS = ("vllm", "engine/arg_utils.py", "EngineArgs")
-"""vLLM's own class of settings: package, file, name."""
+"""Where vLLM's own class of settings is defined: package, file, name."""
 
 OURS = {
     "model": "model", "dtype": "dtype", "max_model_len": "max_model_len", "max_num_seqs": "max_running",
@@ -18,11 +18,12 @@ OURS = {
     "enable_prefix_caching": "", "enable_chunked_prefill": "", "async_scheduling": "", "max_logprobs": "",
     "disable_log_stats": "", "mm_processor_cache_gb": "",
 }  # fmt: skip
-"""Arguments that the engine always sets itself, with the key here that says their value; empty: none does."""
+"""Arguments that the engine always sets itself, each with the key here that sets its value; empty if none does."""
 
 
 def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments for vLLM's EngineArgs, as their kinds of values. Where vLLM is not installed, all names pass.
+    """Checks arguments for vLLM's EngineArgs, and returns them as values of their types. All names pass if vLLM is not
+    installed.
 
     Raises KeyedError for a name that vLLM does not have, and for one that the engine sets.
     """
@@ -36,7 +37,7 @@ def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
 class DraftConfig(BaseModel):
     """The source of draft tokens.
 
-    `group` is the index of the sample's group, with a draft model where there is one. `model` is the draft model alone.
+    `group` is the index of the sample's group, with a draft model if there is one. `model` is the draft model alone.
     `ngram` and `suffix` are vLLM's own methods.
     """
 
@@ -54,12 +55,12 @@ class DraftConfig(BaseModel):
     @field_validator("method", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        """YAML 1.1, which Serve reads, takes `off` for false."""
+        """Undoes YAML 1.1, which Serve reads: it takes `off` for false."""
         return "off" if value is False else value
 
     @property
     def is_ours(self) -> bool:
-        """Returns whether Tailrace makes the drafts (`drafts.py`), and not vLLM."""
+        """True if Tailrace makes the drafts (`drafts.py`), and not vLLM."""
         return self.method in ("group", "model")
 
 
@@ -116,6 +117,6 @@ class EngineConfig(BaseModel):
 
     @property
     def weight_transfer(self) -> str:
-        """Returns the name of the workers' transfer engine, see vLLM's `WeightTransferConfig`; empty: there is none."""
+        """Name of the workers' transfer engine, see vLLM's `WeightTransferConfig`; empty if there is none."""
         found = self.vllm_args.get("weight_transfer_config") or {}
         return found.get("backend", "") if isinstance(found, dict) else getattr(found, "backend", "")

@@ -1,8 +1,8 @@
-"""The tokens of a row that its filters keep, the support of the distribution that it is drawn from: their ids, and the
-logprobs of the likeliest.
+"""The tokens of a row that its filters keep (the support of the distribution that it is drawn from), and the logprobs
+of the likeliest.
 
 Invariant: the floor is that of the kernel that draws, to the bit, so a drawn token is among them; a token's logprob is
-that of a draw of it, as `sample_rows` reports it. Called by sampler.py for the requests that ask for them.
+that of a draw of it, as `sample_rows` reports it. Called by sampler.py for the requests that need them.
 """
 
 import numpy as np
@@ -64,9 +64,9 @@ def top_logprobs(logits: torch.Tensor, count: int, columns: dict[str, np.ndarray
 
 
 def end_dead_rows(states: list, key: str, owner: np.ndarray, drawn: tuple[np.ndarray, ...]) -> None:
-    """Has rows that keep no token emit one that ends their request, if it has one; their logprob, NaN, says why.
+    """Makes rows that keep no token emit one that ends their request, if it has one; their logprob NaN marks the cause.
 
-    `states`: vLLM's of the requests, with our arguments under `key`; `drawn`: see `sample_rows`.
+    `states`: vLLM's states of the requests, with our arguments under `key`; `drawn`: see `sample_rows`.
     """
     if not states or not np.isnan(drawn[1].sum()):
         return

@@ -26,7 +26,7 @@ WORKERS = {
 
 
 MIN_ADAPTERS = 4
-"""Contents of adapters that an engine keeps by default: samples in flight continue with earlier ones."""
+"""Number of adapter contents that an engine keeps by default: samples in flight continue with earlier ones."""
 
 
 def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
@@ -62,7 +62,7 @@ def rebind(config: EngineConfig, old_rank: int, new_rank: int) -> None:
 def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
     """Starts vLLM's LLMEngine in this process (tensor-parallel workers are separate processes).
 
-    Passes on vLLM's exceptions about a bad model folder. Raises ValueError on a reserved `vllm_args` key.
+    vLLM's exceptions about a bad model folder pass through it. Raises ValueError on a reserved `vllm_args` key.
     """
     arguments = engine_arguments(config)
     cores = None
@@ -94,9 +94,9 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
 
 
 def limit_threads(count: int) -> None:
-    """Lets torch and numba compute on `count` threads of this one. OMP_NUM_THREADS is not read by those loaded before.
+    """Lets torch and numba compute on `count` threads. Libraries that are loaded already do not read OMP_NUM_THREADS.
 
-    numba first: as it starts its threads, it sets OpenMP's number, which is torch's too, to that of all cores.
+    numba comes first: as it starts its threads, it sets OpenMP's number, which is torch's too, to that of all cores.
     """
     import numba
     import torch
@@ -161,7 +161,7 @@ def engine_arguments(config: EngineConfig) -> dict:
 
 
 def adapter_arguments(given: dict) -> dict:
-    """Returns the arguments that follow from others: more adapters are kept than can run, so one can be replaced."""
+    """Returns arguments that follow from others: more adapters are kept than can run, so one can be replaced."""
     if not given.get("enable_lora"):
         return {}
     return {"max_cpu_loras": max(given.get("max_cpu_loras") or MIN_ADAPTERS, given.get("max_loras", 1) + 1)}
@@ -170,7 +170,7 @@ def adapter_arguments(given: dict) -> dict:
 def speculative_config(draft: DraftConfig, model_runner: str = "v1") -> dict | None:
     """Returns vLLM's speculative settings. With Tailrace's methods, vLLM verifies the drafts set on its requests.
 
-    Its second model runner takes no class of ours, and so has its n-gram look-up, which then proposes nothing.
+    Its second model runner takes no class of ours, so it gets vLLM's n-gram lookup, which then proposes nothing.
     """
     most = {"method": draft.method, "num_speculative_tokens": draft.draft_tokens}
     match draft.method:

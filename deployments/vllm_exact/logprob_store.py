@@ -20,15 +20,16 @@ FIELDS = {
     "accepted": np.int16,
 }
 MORE = "tops", "masks"
-"""Of the positions of requests that ask for them."""
+"""Extra records of a position, for requests that need them."""
 
 BLANKS = {"logprobs": np.nan, "raw_logprobs": np.nan, "margins": np.inf, "drafted": 0, "accepted": 0}
 
 
 class DrawRecord(NamedTuple):
-    """Of a request's tokens in order: logprobs and margins f32[count], see `sample_rows`; counts of draft tokens.
+    """Record of a request's tokens in order: logprobs and margins f32[count], see `sample_rows`; counts of draft
+    tokens.
 
-    `tops`, `masks`: of each token's position, if the request asks for them, see `top_logprobs` and `kept_tokens`.
+    `tops`, `masks`: one entry for each token's position, if requested, see `top_logprobs` and `kept_tokens`.
     """
 
     logprobs: np.ndarray
@@ -44,13 +45,13 @@ class DrawRecord(NamedTuple):
         return cls(*np.empty((3, 0), np.float32), drafted=0, accepted=0)
 
     def then(self, other: "DrawRecord") -> "DrawRecord":
-        """Returns the record of these tokens and of the other ones after them."""
+        """Returns the record of these tokens followed by the other ones."""
         arrays = (np.concatenate(pair) for pair in zip(self[:3], other[:3], strict=True))
         counts = self.drafted + other.drafted, self.accepted + other.accepted
         return DrawRecord(*arrays, *counts, tops=self.tops + other.tops, masks=self.masks + other.masks)
 
     def redrawn(self, place: int, other: "DrawRecord") -> "DrawRecord":
-        """Returns this record with the token at `place` as the one of `other`; its margin and the counts stay."""
+        """Returns this record with the token at `place` taken from `other`; its margin and the counts stay."""
         self.logprobs[place : place + 1] = other.logprobs
         self.raw_logprobs[place : place + 1] = other.raw_logprobs
         more = {name: (getattr(self, name), getattr(other, name)) for name in MORE}
@@ -99,7 +100,9 @@ class LogprobStore:
             self._fields[name][slots, places] = values
 
     def write_more(self, slots, positions, rows, more: Mapping[str, Mapping[int, tuple]]) -> None:
-        """Notes more of (slot, position) entries, all i64[m]; `more` has it by its name in MORE, then by row."""
+        """Records extras of (slot, position) entries, all i64[m]; `more` has them by their name in MORE, then by
+        row.
+        """
         for name, by_row in more.items():
             for slot, position, row in zip(slots, positions, rows, strict=True):
                 if row in by_row:

@@ -1,4 +1,4 @@
-"""Adapters of LoRA in a worker: their layers on a CPU, and their loading. Used by the worker, which vLLM loads.
+"""LoRA adapters in a worker: their layers on a CPU, and their loading. Used by the worker, which vLLM loads.
 
 Invariant: a row of a batch gets the adapter of its request and no other, and an adapter is loaded whole or refused.
 vLLM's wrappers of the embeddings and of the output layer are left out, since they break prompt logprobs (vLLM 0.32).
@@ -14,7 +14,7 @@ from tailrace.deployments.vllm_exact.patches import multiply_by_slot
 class SlotWisePunica(PunicaWrapperCPU):
     """The products of a batch's rows with the adapters in their slots, slot by slot.
 
-    vLLM 0.32's own takes -1, the mark of a row without an adapter, for an index: such rows get the last slot's
+    vLLM 0.32's own class uses -1, the mark of a row without an adapter, as an index: such rows get the last slot's
     adapter. It also copies an adapter's matrix for each row.
     """
 
@@ -23,7 +23,7 @@ class SlotWisePunica(PunicaWrapperCPU):
         self._slots: list[tuple[int, torch.Tensor]] = []
 
     def update_metadata(self, *args, **kwargs) -> None:
-        """Takes the slot of each row of the next step. Called by vLLM when it changes."""
+        """Sets the slot of each row of the next step. Called by vLLM when it changes."""
         super().update_metadata(*args, **kwargs)
         slots = self.token_lora_indices
         self._slots = [(slot, (slots == slot).nonzero()[:, 0]) for slot in slots.unique().tolist() if slot >= 0]
@@ -51,7 +51,9 @@ class SlotWisePunica(PunicaWrapperCPU):
 
 
 def prepare(model_runner) -> None:
-    """Has the runner wrap the model's linear layers alone, on a CPU by SlotWisePunica. Before its model is loaded."""
+    """Makes the runner wrap the model's linear layers alone, on a CPU by SlotWisePunica. Call it before the model is
+    loaded.
+    """
     multiply_by_slot(f"{__name__}.{SlotWisePunica.__name__}")
     wrap = model_runner.load_lora_model
 
@@ -65,7 +67,7 @@ def prepare(model_runner) -> None:
 
 
 def hold(model_runner, number: int, folder: str) -> str | None:
-    """Loads a folder's adapter under a number. Returns the reason, in one line, why it is not to be used, or None."""
+    """Loads a folder's adapter under a number. Returns in one line why it must not be used, or None."""
     manager = model_runner.lora_manager
     try:
         manager.add_adapter(LoRARequest(folder, number, folder))
@@ -77,7 +79,7 @@ def hold(model_runner, number: int, folder: str) -> str | None:
 
 
 def keep_adapters(model_runner, load) -> None:
-    """Runs `load`, which puts other weights into the model, and has the adapters of before again after it."""
+    """Runs `load`, which puts other weights into the model, and restores the adapters after it."""
     if model_runner.lora_config is None:
         load()
         return

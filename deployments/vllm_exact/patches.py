@@ -39,10 +39,10 @@ def verify_drafts_only(engine) -> None:
 
 
 def multiply_by_slot(wrapper: str) -> None:
-    """Has vLLM multiply by adapters on a CPU with the class of this dotted path.
+    """Makes vLLM multiply by adapters on a CPU with the class of this dotted path.
 
     Symptom (vLLM 0.32, CPU): in a batch with adapters, requests without one get the last slot's adapter.
-    Its operators take -1, which marks rows without an adapter, for an index.
+    Its operators use -1, which marks rows without an adapter, as an index.
     Remove when `vllm.lora.ops.torch_ops.lora_ops` leaves rows of index -1 as they are.
     """
     import vllm

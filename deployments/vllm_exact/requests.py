@@ -23,17 +23,18 @@ from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
 
 CONVERSIONS = ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError
-"""Kinds of errors of values that cannot become a request."""
+"""Kinds of errors raised by values that cannot become a request."""
 
 MAX_TRIED = 4_096
-"""Prompts with features that are remembered as sound."""
+"""Maximum number of prompts with features that are remembered as sound."""
 
 
 class Requests:
-    """The requests of one engine. `engine`: vLLM's LLMEngine in this process. `tolerance`: of close calls, in logits.
+    """The requests of one engine. `engine`: vLLM's LLMEngine in this process. `tolerance`: margin of close calls, in
+    logits.
 
-    `redraws`: close calls end a step, and KV is left for a request of max_model_len. Raises ValueError if none is left.
-    `lora_of`: gives vLLM's LoRARequest of a loaded adapter.
+    `redraws`: close calls end a step, and KV is reserved for a request of max_model_len. Raises ValueError if none is
+    left. `lora_of`: returns vLLM's LoRARequest of a loaded adapter.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Requests:
         return sizes | {"max_model_len": self._max_model_len}
 
     def refusal(self, chunk: ChunkRequest) -> str | None:
-        """Returns the reason, in a few words, why a chunk cannot run on this model, or None if it can."""
+        """Returns in a few words why a chunk cannot run on this model, or None if it can."""
         try:
             return self._refusal(chunk)
-        except CONVERSIONS as error:  # a value that is of no type of its field
+        except CONVERSIONS as error:  # a value of a wrong type
             return one_line(error)
 
     def _refusal(self, chunk: ChunkRequest) -> str | None:
@@ -112,7 +113,7 @@ class Requests:
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
         try:
             sampling = SamplingParams.model_validate(dict(sampling))
-        except ValidationError as error:  # a chunk's sender may have checked nothing
+        except ValidationError as error:  # the sender of a chunk may not have checked it
             return first_line("sampling", error)
         try:
             words = self._bad_words(sampling.bad_words)
@@ -141,9 +142,9 @@ class Requests:
     ):
         """Returns vLLM's scheduler-side Request that continues `token_ids` (int32) with the settings of `chunk`.
 
-        `kv`: see PoolClient.wish. Outputs have the id `name`. `private`: no request reads KV of another one here, and
+        `kv`: see PoolClient.wish. Outputs have the id `name`. `private`: no other request shares KV with this one, and
         close calls do not end its steps. Raises RequestRefused, one line, if vLLM or a conversion refuses it, and then
-        vLLM has nothing of it; FeaturesRefused for the features of a prompt.
+        vLLM keeps nothing of it; FeaturesRefused for the features of a prompt.
         """
         from vllm.exceptions import VLLMClientError
 
@@ -152,7 +153,7 @@ class Requests:
         except RequestRefused:
             raise
         except (*CONVERSIONS, VLLMClientError) as error:  # the edge to vLLM: its refusals have several types
-            kind = RequestRefused if chunk.features is None else FeaturesRefused  # perhaps an item is too large for it
+            kind = RequestRefused if chunk.features is None else FeaturesRefused  # an item may be too large for it
             raise kind(f"chunk {chunk.chunk_id}: {one_line(error)}") from error
 
     def _add(
@@ -193,7 +194,7 @@ class Requests:
             prompt = prompt_input(chunk.features, token_ids.tolist(), salt)
         try:
             request_id = self._engine.add_request(name, prompt, params, lora_request=self._lora_of(chunk.adapter))
-        except Exception:  # vLLM may have taken it by half
+        except Exception:  # vLLM may have taken a part of it
             self._forget_half(name)
             raise
         return self._scheduler.requests[request_id]
@@ -205,12 +206,12 @@ class Requests:
         self._engine.abort_request(halves, internal=True)
 
     def abort(self, request_id: str) -> None:
-        """Stops a request, by vLLM's own id, after the step in progress."""
+        """Stops a request, by vLLM's id, after the step in progress."""
         self._engine.abort_request([request_id], internal=True)
 
 
 def features_unfit(model) -> str | None:
-    """Why a model takes no features, in a few words, or None if it does. `model`: vLLM's ModelConfig."""
+    """Returns in a few words why a model takes no features, or None if it does. `model`: vLLM's ModelConfig."""
     if not model.is_multimodal_model:
         return "the model takes text alone"
     if model.is_mm_prefix_lm or model.is_encoder_decoder:

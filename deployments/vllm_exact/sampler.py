@@ -92,8 +92,8 @@ class _Batch:
     slots: np.ndarray | None  # None: warm-up
     stops: np.ndarray  # bool[n]: whether a close call ends a request's step
     rules: dict[int, LogitRules]  # by batch index
-    tops: dict[int, int]  # by batch index: the number of likeliest tokens whose logprobs are asked for
-    masks: tuple[int, ...]  # batch indexes of requests that ask for the tokens that the filters keep
+    tops: dict[int, int]  # by batch index: the number of likeliest tokens to report
+    masks: tuple[int, ...]  # batch indexes of requests that need the tokens that the filters keep
 
 
 class ExactSampler:
@@ -124,9 +124,9 @@ class ExactSampler:
 
     @staticmethod
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor):
-        """Returns vLLM's LogprobsTensors of the tokens [m] and of the likeliest ones. Called like the former.
+        """Returns vLLM's LogprobsTensors of the tokens [m] and of the likeliest ones. Called as `compute_logprobs` is.
 
-        vLLM's own compiles a kernel when it is called first.
+        vLLM's own version compiles a kernel at its first call.
         """
         from vllm.v1.outputs import LogprobsTensors
 
@@ -137,12 +137,14 @@ class ExactSampler:
         return LogprobsTensors(torch.cat([own, tokens], dim=1).int(), torch.cat([chosen, values], dim=1), ranks)
 
     def take_closed(self) -> dict[str, int]:
-        """Returns, by request, the position of the close call that ended its step; of the steps since the last call."""
+        """Returns, by request, the position of the close call that ended its step, for the steps since the last
+        call.
+        """
         closed, self._closed = self._closed, {}
         return closed
 
     def close(self, batch: _Batch, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Notes that close calls ended the step of these requests (batch indexes), at these positions."""
+        """Records that close calls ended the step of these requests (batch indexes), at these positions."""
         for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
             self._closed[batch.states[row].req_id] = position
 
@@ -155,16 +157,19 @@ class ExactSampler:
         return output(drawn[0][:, None], logits.device)
 
     def note(self, batch: _Batch, rows: np.ndarray, positions: np.ndarray, values, more) -> None:
-        """Keeps the records of one token of each of these requests, and its close calls. `values`: of the tokens."""
+        """Stores the records of one token of each of these requests, and its close calls. `values`: values of the
+        tokens.
+        """
         self._records.write(batch.slots[rows], positions, *values)
         self._records.write_more(batch.slots[rows], positions, rows, more)
         closed = np.flatnonzero(batch.stops[rows] & (values[2] < batch.columns["tolerance"][rows]))
         self.close(batch, rows[closed], positions[closed])
 
     def note_drafts(self, batch: _Batch, first, counts, rows, drafts, tokens, values, more) -> np.ndarray:
-        """Keeps the records of a step with drafts, and its close calls. Returns the tokens i32[n, w] that it emits.
+        """Stores the records of a step with drafts, and its close calls. Returns the tokens i32[n, w] that it emits.
 
-        first i64[n]: positions of first tokens; counts, rows, drafts: see `layout`; tokens, values: of rows of logits.
+        first i64[n]: positions of first tokens; counts, rows, drafts: see `layout`; tokens, values: those of rows of
+        logits.
         """
         emitted, accepted = verify(tokens[rows], drafts, counts)
         if batch.slots is None:
@@ -206,7 +211,7 @@ class ExactSampler:
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
         """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`.
 
-        Returns its results, and more of the rows of requests that ask for it, see `LogprobStore.write_more`.
+        Returns its results, and the extras of requests that need them, see `LogprobStore.write_more`.
         """
         forced = forced_tokens(batch.replays, owner, positions)
         columns = {name: values[owner] for name, values in batch.columns.items()}

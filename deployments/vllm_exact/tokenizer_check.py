@@ -14,8 +14,8 @@ SPECIAL = ("bos_token", "eos_token")
 def vocabulary_refusal(target: Path, drafter: Path) -> str | None:
     """Returns the difference between two Hugging Face folders' vocabularies, in one line, or None if there is none.
 
-    A drafter may have fewer outputs than the target if the tokens agree (both may be padded), never more.
-    Raises OSError or ValueError where a folder has no tokenizer or no config.json.
+    A drafter may have fewer outputs than the target if the tokens agree (both may be padded), never more. Raises
+    OSError or ValueError if a folder has no tokenizer or no config.json.
     """
     (known, ours), (drafted, theirs) = _tokens(target), _tokens(drafter)
     said = f"the drafter {drafter.name} does not share the vocabulary of {target.name}: "

@@ -50,7 +50,7 @@ def tensors_of(folder: str) -> Tensors:
 
 
 def refusal(folder: str, loaded: Tensors) -> str | None:
-    """Returns the reason, in one line, why the folder's weights cannot replace `loaded`, or None if they can."""
+    """Returns in one line why the folder's weights cannot replace `loaded`, or None if they can."""
     try:
         found = tensors_of(folder)
     except ValueError as error:
@@ -69,8 +69,8 @@ def refusal(folder: str, loaded: Tensors) -> str | None:
 def weights_digest(folder: str) -> str:
     """Returns 16 hex digits that name the content of a folder's safetensors. Raises ValueError, one line.
 
-    Every file is read at evenly spaced places (milliseconds): two states of training differ almost everywhere.
-    Weights in memory have it in their name, from a checksum of every byte.
+    Every file is read at evenly spaced places (milliseconds): two states of training differ almost everywhere. The name
+    of weights in memory holds their digest, from a checksum of every byte.
     """
     if is_memory(folder):
         return memory_source(folder).digest
@@ -103,14 +103,14 @@ def read_tensors(folder: str) -> Iterator[tuple[str, object]]:
 
 
 def _is_finite(tensor) -> bool:
-    """Whether all values of a float tensor are finite. One pass: NaN is passed on by the extremes."""
+    """Returns whether all values of a float tensor are finite. One pass: the extremes propagate NaN."""
     extremes = tensor.float() if tensor.element_size() == 1 else tensor
     low, high = extremes.aminmax()
     return bool(low.isfinite() and high.isfinite())
 
 
 def load_in_place(model_runner, folder: str) -> None:
-    """Puts the folder's weights into the running model, layer by layer: one layer at a time exists twice.
+    """Loads the folder's weights into the running model, layer by layer: one layer at a time exists twice.
 
     Raises ValueError, one line, if the files are gone; nothing has changed. Raises RuntimeError when it fails half-way;
     the model must then not be used any more.

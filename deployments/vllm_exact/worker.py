@@ -1,7 +1,7 @@
 """The vLLM worker with exact sampling. Loaded by vLLM itself, by dotted path (`worker_cls`).
 
-Invariant: with any model runner of vLLM, every token comes from ExactSampler or ExactRejectionSampler.
-Only the class of this machine's platform exists here, because importing the other one's base can fail.
+Invariant: with any model runner of vLLM, every token comes from ExactSampler or ExactRejectionSampler. Only the class
+of this machine's platform exists here, because importing the other one's base can fail.
 """
 
 from functools import partial
@@ -36,16 +36,16 @@ class ExactWorker:
         if self.model_config.is_multimodal_model:
             encoder.encode_alone(runner)
         self._received = ReceivedWeights()
-        self._tensors: Tensors = tensors_of(self.model_config.model)  # now: a trainer may write into that folder again
+        self._tensors: Tensors = tensors_of(self.model_config.model)  # a trainer may write into that folder later
 
     def execute_model(self, scheduler_output):
-        """Runs a step. V2 takes no drafts of the scheduler's; it finds them where those of its speculator would be."""
+        """Runs a step. V2 takes no drafts from the scheduler; it reads them where those of its speculator would be."""
         if self.use_v2_model_runner and scheduler_output.scheduled_spec_decode_tokens:
             self.model_runner.sampler.take_drafts(scheduler_output.scheduled_spec_decode_tokens)
         return super().execute_model(scheduler_output)
 
     def propose_nothing(self) -> None:
-        """Has V2 verify the scheduler's drafts alone, for an RPC."""
+        """Makes V2 verify only the scheduler's drafts, for an RPC."""
         self.model_runner.sampler.propose_nothing(self.model_runner.speculator)
 
     def features_refusal(self, features: PromptFeatures, token_ids: list[int]) -> str | None:
@@ -54,11 +54,11 @@ class ExactWorker:
             return encoder.features_refusal(self.model_runner, features, token_ids)
 
     def weights_refusal(self, folder: str) -> str | None:
-        """Returns the reason, in one line, why this folder's weights cannot replace the model's, or None."""
+        """Returns in one line why this folder's weights cannot replace the model's, or None."""
         return refusal(folder, self._tensors)
 
     def load_weights_from(self, folder: str) -> None:
-        """Puts a folder's safetensors, not refused, into the running model; no request may be in flight.
+        """Loads a folder's safetensors, not refused, into the running model; no request may be in flight.
 
         Raises RuntimeError when it fails half-way.
         """
@@ -66,30 +66,30 @@ class ExactWorker:
             lora.keep_adapters(self.model_runner, partial(load_in_place, self.model_runner, folder))
 
     def hold_adapter(self, number: int, folder: str) -> str | None:
-        """Loads a folder's adapter under a number. Returns the reason why it is then to be dropped, or None."""
+        """Loads a folder's adapter under a number. Returns why it must then be dropped, or None."""
         reason = misfit(folder, {name: shape for name, (shape, _) in self._tensors.items()})
         return lora.hold(self.model_runner, number, folder) if reason is None else reason
 
     def drop_adapter(self, number: int) -> None:
-        """Forgets the adapter of a number, if it is here; no request uses it."""
+        """Drops the adapter of a number, if it is here; no request uses it."""
         self.model_runner.lora_manager.remove_adapter(number)
 
     def held_weights(self) -> HeldWeights:
-        """The weights that this rank computes with. Raises ValueError if it has a part of each alone."""
+        """Returns the weights that this rank computes with. Raises ValueError if it holds only a part of each."""
         if self.parallel_config.world_size > 1:
             raise ValueError("weights are read back on engines of one rank alone; set tensor_parallel to 1")
         return HeldWeights(self.model_runner.get_model(), {name: shape for name, (shape, _) in self._tensors.items()})
 
     def weight_checksums(self) -> dict[str, str]:
-        """Checksums of the weights held, by saved name. Raises ValueError, one line."""
+        """Returns checksums of the weights held, by saved name. Raises ValueError, one line."""
         return self.held_weights().checksums()
 
     def unlike_weights(self, folder: str) -> list[str]:
-        """Names of tensors held that are not those of a folder. Raises ValueError, one line."""
+        """Returns the names of held tensors that differ from those of a folder. Raises ValueError, one line."""
         return self.held_weights().unlike(read_tensors(folder))
 
     def transfer_weights(self, transfer: Transfer) -> str:
-        """Takes one phase of a transfer. Returns the source that the first rank has staged, or an empty text.
+        """Runs one phase of a transfer. Returns the source that the first rank has staged, or an empty text.
 
         Received tensors are kept apart: the model changes by `load_weights_from` alone. Raises vLLM's errors.
         """
@@ -121,7 +121,7 @@ class ExactWorker:
         return self.model_runner.sampler.records.take(req_id, start, count)
 
     def begin_again(self) -> list[str]:
-        """Forgets the half of a step that raised, for an RPC. Returns the requests that the runner still has."""
+        """Discards the half of a step that raised, for an RPC. Returns the requests that the runner still has."""
         runner = self.model_runner
         runner.execute_model_state = runner.kv_connector_output = None
         if self.use_v2_model_runner:
@@ -147,7 +147,8 @@ if current_platform.is_cpu():
         def fall_asleep(self) -> None:
             """Gives back the memory of weights and KV; no request may be in flight. Raises ValueError before that.
 
-            vLLM's sleep mode is of GPUs. Tensors keep their places, and the packed copies are made again by a load.
+            vLLM's sleep mode supports only GPUs. Here tensors keep their addresses, and a load makes the packed copies
+            again.
             """
             held, model = self.held_weights(), self.model_runner.get_model()
             saved = [getattr(module, kind) for module, kind, _ in map(held.module_of, self._tensors)]
@@ -160,7 +161,7 @@ if current_platform.is_cpu():
             trim()
 
         def wake(self, tag: str) -> None:
-            """Nothing: pages come back as they are written, weights by a load."""
+            """Does nothing: pages return as they are written, weights by a load."""
 
 else:
     from vllm.v1.worker.gpu_worker import Worker
@@ -188,5 +189,5 @@ else:
             self.sleep(level=2)
 
         def wake(self, tag: str) -> None:
-            """Gives memory to the weights, which a load then fills, or to the KV."""
+            """Allocates the memory of the weights, which a load then fills, or of the KV."""
             self.wake_up([{WEIGHTS: "weights", KV_CACHE: "kv_cache"}[tag]])

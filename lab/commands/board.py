@@ -1,4 +1,4 @@
-"""`tailrace board`: a page on loopback that shows a running service as it changes, or plays a recorded run back."""
+"""`tailrace board`: a page on loopback that shows a running service as it changes, or replays a recorded run."""
 
 import gzip
 import socket

@@ -15,7 +15,7 @@ FILE = click.Path(path_type=Path)
 
 
 class Figures(BaseModel):
-    """Of one system and seed; those that are None do not apply. Other keys of the file are ignored."""
+    """Figures of one system and seed; those that are None do not apply. Other keys of the file are ignored."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -57,7 +57,7 @@ def command(a, b, as_json):
 
 
 def compared(a: Path, b: Path) -> dict:
-    """`ratio`: {system: {figure: [mean, min, max] of B / A over the shared seeds, or None where undefined}}."""
+    """Returns `ratio`: {system: {figure: [mean, min, max] of B / A over the shared seeds, or None where undefined}}."""
     first, second = read(a), read(b)
     if first.workload != second.workload:
         raise BadInput(f"{b}: workload: {second.workload}, but that of {a} is {first.workload}")
@@ -75,7 +75,7 @@ def compared(a: Path, b: Path) -> dict:
 
 
 def read(path: Path) -> Simulated:
-    """A report. Raises BadInput, in one line that names the file and the key."""
+    """Reads a report. Raises BadInput, in one line that names the file and the key."""
     try:
         return Simulated.model_validate(parse_json(path.read_bytes()))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`tailrace demo`: the same prompts by static groups and by Tailrace, live, or as they were recorded."""
+"""`tailrace demo`: the same prompts by static groups and by Tailrace, live or recorded."""
 
 import asyncio
 import json
@@ -16,7 +16,9 @@ from tailrace.app.files.output_file import OutputFile, output_folder
 SAMPLES = 4
 MAX_TOKENS = 2048
 TEMPERATURE = 0.7
-"""Of the small model's 64 answers two then do not stop by themselves, and half have at most 151 tokens."""
+"""At this temperature two of the small model's 64 answers do not stop by themselves, and half have at most 151
+tokens.
+"""
 
 LIVE = "about 3 minutes on two idle cores: 1 to start a service, 2 for both runs"
 REPLAY = "about half a minute: a recorded run, played faster than it was; no engine runs"
@@ -65,7 +67,7 @@ def command(replay, out, config, as_json):
 
 
 def _roll_out(file, out: Path) -> None:
-    """Both runs on a service of this command; their files go to `out`."""
+    """Rolls the prompts out in both runs, on a service of this command; the files go to `out`."""
     from tailrace.app.cli import version
     from tailrace.app.cluster import service
     from tailrace.app.files.prompts import read_prompts
@@ -120,7 +122,7 @@ def _print(figures: dict, drawn: Path, following: tuple) -> None:
 
 
 def _program() -> str:
-    """The command as a shell here finds it: by its name, or by its path from this folder."""
+    """Returns the command as a shell here finds it: by its name, or by its path from this folder."""
     ours = Path(sys.executable).parent / "tailrace"
     if shutil.which("tailrace") == str(ours) or not ours.exists():
         return "tailrace"

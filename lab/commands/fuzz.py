@@ -1,4 +1,4 @@
-"""`tailrace fuzz`: the live shell under random faults, on a virtual clock; exit 1 if a seed fails."""
+"""`tailrace fuzz`: the real coordinator under random faults, on a virtual clock; exit 1 if a seed fails."""
 
 import json
 import time

@@ -21,10 +21,10 @@ CONFIGURED = "config"
 """The name of the system whose policies the configuration names."""
 
 TRACES = (".jsonl", ".gz")
-"""How the name of a workload ends that is recorded rollouts."""
+"""Suffixes of workloads that are recorded rollouts."""
 
 TRACE_CLUSTER = "das-7b-16k"
-"""Where a trace is rolled out: one node, a replica on each GPU."""
+"""Cluster for traces: one node, a replica on each GPU."""
 
 SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound")
 """Columns of the table, which fit a terminal. All figures are in the JSON and on the page."""
@@ -116,14 +116,14 @@ def _scenario(name: str, option: str = "--workload"):
 
 
 def _papers(scenario, steps: int) -> Callable:
-    """The set-up of a seed."""
+    """Returns the function that makes the set-up of a seed."""
     from tailrace.lab.simulator.systems import Setup
 
     return lambda seed: Setup.of(scenario, seed, steps)
 
 
 def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str) -> Callable:
-    """The same for every seed: nothing of the workload is drawn."""
+    """Returns a function that returns the same set-up for every seed: nothing of the workload is drawn."""
     from tailrace.app.files.traces import read_trace
 
     lines = read_trace(trace)
@@ -185,7 +185,9 @@ def _check_methods(scenario, systems: dict, extra: ExtraSystems, trace: Path | N
 def _run(
     scenario, setup_of, systems: dict, extra: ExtraSystems, seeds: int, steps: int, check: bool, spans: int
 ) -> tuple[dict, dict]:
-    """Summaries of every system by seed, and the first seed's runs. `spans`: number of seeds that record them."""
+    """Returns summaries of every system by seed, and the first seed's runs. `spans`: number of seeds that record
+    them.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -272,7 +274,7 @@ def _table(rows: Sequence[Sequence[str]], title: str):
 
 
 def claim_line(key: str, claim: Sequence[float], result: dict) -> str:
-    """A paper's claim in words, with the mean ratio of each compared system if the result has that ratio."""
+    """Returns a paper's claim in words, with the mean ratio of each compared system if the result has that ratio."""
     low, high = claim
     said = f"claimed: {key.replace('_', ' ')} {low:g}" + (f" to {high:g}" if low != high else "")
     found = result.get(key)

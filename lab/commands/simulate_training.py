@@ -77,7 +77,7 @@ def command(workload, modes, steps, seeds, scale, max_staleness, kv_on_update, t
 
 
 def _shown(run, title: str) -> dict:
-    """The run's figures; with a bar of ended samples on a terminal."""
+    """Returns the run's figures; shows a bar of ended samples on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -70,7 +70,7 @@ def _prompts(path: Path) -> list:
 
 
 def _output_files(out: Path) -> tuple[OutputFile, OutputFile]:
-    """The report and its page."""
+    """Returns the files of the report and its page."""
     from tailrace.lab.report.document import PAGE
 
     output_folder(out, "--out")

@@ -53,7 +53,7 @@ def command(run, out, as_json):
 
 
 def _lines(run: Path) -> Iterator[str]:
-    """Of the journal, with a bar on a terminal. Raises BadInput where it cannot be read."""
+    """Yields the lines of the journal, with a bar on a terminal. Raises BadInput if it cannot be read."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -70,7 +70,7 @@ def _lines(run: Path) -> Iterator[str]:
 
 
 def _kind(out: Path | None):
-    """Of a drawing, by its name, or None without one."""
+    """Returns the kind of a drawing, by its name, or None without one."""
     if out is None:
         return None
     if out.suffix == ".html":

@@ -78,7 +78,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
 
 
 OF_TOKENS = ("prompts", "samples", "max_tokens", "seed", "kv_on_update", "only", "names")
-"""Options of the certificate of tokens alone."""
+"""Options of the certificate of tokens only."""
 
 
 def _refuse_options_of_the_other_certificate(context: click.Context, train: bool) -> None:
@@ -90,7 +90,7 @@ def _refuse_options_of_the_other_certificate(context: click.Context, train: bool
 
 
 def _chosen(names: tuple[str, ...]) -> list:
-    """The runs of these names, after their references; all if none is named."""
+    """Returns the runs with these names, after their references; all if none is named."""
     from tailrace.lab.verification.runs import RUNS
 
     known = [run.name for run in RUNS]
@@ -104,7 +104,7 @@ def _chosen(names: tuple[str, ...]) -> list:
 
 
 def _update(file, batch, kv_on_update, say) -> dict:
-    """The update certificate, over a change to weights made from the configured ones."""
+    """Returns the update certificate, over a change to weights made from the configured ones."""
     import tempfile
 
     from tailrace.app.model import perturbed, resolve_model

@@ -9,11 +9,11 @@ from tailrace.app.config import ServeFile
 from tailrace.app.errors import Failed
 
 SIZE = {"groups": 3, "samples": 4, "max_tokens": 48}
-"""Of a step: the demo model then takes about ten seconds for its gradients on two cores."""
+"""Size of a step: the demo model then takes about ten seconds for its gradients on two cores."""
 
 
 def verify_train(file: ServeFile, steps: int, corrupted: bool, as_json: bool, say: Callable[[str], None]) -> None:
-    """Train the configured model twice and compare. `corrupted`: the second time in a wrong order of gradients."""
+    """Trains the configured model twice and compares. `corrupted`: the second time in a wrong order of gradients."""
     from tailrace.lab.training_certificate.runs import measure, training
 
     config = training(file.application.args.engine.model, steps, **SIZE)

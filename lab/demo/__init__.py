@@ -1,6 +1,6 @@
 """The demo: prompts whose answers have a long tail, rolled out twice, and a recording of it.
 
-The small model's answers to these prompts are short, but for a few that never stop: a tail as in training.
+The small model's answers to these prompts are short, except for a few that never stop: a tail as in training.
 """
 
 from pathlib import Path

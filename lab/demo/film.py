@@ -1,4 +1,4 @@
-"""A recorded demo played in the terminal: both runs side by side, faster than they were.
+"""A recorded demo played in the terminal: both runs side by side, faster than in reality.
 
 On a terminal two bars, elsewhere a line at each of a few moments; always on stderr. Called by `tailrace demo --replay`.
 """
@@ -13,11 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tailrace.lab.demo.outcome import NAMES, DemoOutcome
 
 PLAY_S = 20.0
-"""Of the longer run."""
+"""Seconds that the longer run takes to play."""
 
 FRAMES_PER_S = 10.0
 LINES = 8
-"""Where there is no terminal."""
+"""Number of lines without a terminal."""
 
 
 def play(outcome: DemoOutcome, seconds: float = PLAY_S) -> None:
@@ -35,7 +35,7 @@ def play(outcome: DemoOutcome, seconds: float = PLAY_S) -> None:
 
 
 def ended(ends_s: list[float], at_s: float) -> int:
-    """Of samples that end at these seconds, in order: how many have by then."""
+    """Returns the number of samples that have ended by `at_s`, from their sorted ends in seconds."""
     return bisect_right(ends_s, at_s)
 
 

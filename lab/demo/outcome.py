@@ -1,7 +1,7 @@
 """The outcome of the demo: both runs by their journals, and their figures against each other. Times in seconds.
 
-A live demo and a replay of the packaged one go the same way from here: a folder with two journals and `about.json`.
-Called by the demo's page and by `tailrace demo`.
+A live demo and a replay of the packaged one share this path: a folder with two journals and `about.json`. Called by the
+demo's page and by `tailrace demo`.
 """
 
 import gzip
@@ -23,7 +23,7 @@ RECORDED = Path(__file__).parent / "recorded"
 """A live demo that was recorded, in the package."""
 
 NAMES = {"static": "static groups", "tailrace": "tailrace"}
-"""Runs, the baseline first, and the words for them."""
+"""Names of the runs, the baseline first, and their titles."""
 
 HEADS = ["", "makespan s", "tail s", "tail", "tokens/s", "idle", "moves"]
 
@@ -36,7 +36,7 @@ class DemoOutcome:
     about: Mapping[str, int | str]
 
     def figures(self) -> dict:
-        """By run the simulator's summary; `ratio` and `tail_ratio`: the baseline's seconds over Tailrace's."""
+        """Returns the simulator's summary by run; `ratio` and `tail_ratio`: the baseline's seconds over Tailrace's."""
         runs = {name: summary(of_run.run) for name, of_run in self.records.items()}
         static, ours = runs.values()
         return {
@@ -48,14 +48,15 @@ class DemoOutcome:
 
 
 def output_files(folder: Path) -> dict[str, OutputFile]:
-    """The files of a demo that is to be written, by run, and `about`. Raises BadInput if other files are in their
-    places."""
+    """Returns the files of a demo to be written, by run, and `about`. Raises BadInput if other files have these
+    names.
+    """
     files = {name: OutputFile(_journal(folder, name), "--out", JOURNAL) for name in NAMES}
     return files | {"about": OutputFile(folder / "about.json", "--out", ABOUT)}
 
 
 def write(folder: Path, journals: Mapping[str, str], about: Mapping[str, int | str]) -> None:
-    """The demo's files, which `read` takes. gzip without a time: the same runs are the same bytes."""
+    """Writes the demo's files, which `read` reads. gzip without a time: the same runs give the same bytes."""
     files = output_files(folder)
     for name, journal in journals.items():
         files[name].write(gzip.compress(journal.encode(), mtime=0))
@@ -63,7 +64,7 @@ def write(folder: Path, journals: Mapping[str, str], about: Mapping[str, int | s
 
 
 def read(folder: Path) -> DemoOutcome:
-    """Raises BadInput where a file is missing or damaged."""
+    """Reads a demo. Raises BadInput if a file is missing or damaged."""
     records = {}
     try:
         about = json.loads((folder / "about.json").read_text())
@@ -76,7 +77,7 @@ def read(folder: Path) -> DemoOutcome:
 
 
 def table(figures: Mapping) -> list[list[str]]:
-    """Heads, then a row for each run."""
+    """Returns heads, then a row for each run."""
     return [HEADS, *(_row(NAMES[name], run) for name, run in figures["runs"].items())]
 
 

@@ -20,7 +20,7 @@ TITLE = "The same prompts by static groups and by Tailrace"
 
 
 def page(outcome: DemoOutcome, figures: Mapping) -> str:
-    """The page, as text. `figures`: the outcome's."""
+    """Returns the page as text. `figures`: the outcome's."""
     runs = {NAMES[name]: of_run.run for name, of_run in outcome.records.items()}
     shown = drawable(runs)
     of_rows = {NAMES[name]: rows_of(of_run, bands(of_run)) for name, of_run in outcome.records.items()}
@@ -40,7 +40,7 @@ def page(outcome: DemoOutcome, figures: Mapping) -> str:
 
 
 def unfinished(run) -> list[tuple[float, float]]:
-    """(seconds, share of samples that have not ended), at each end."""
+    """Returns (seconds, share of samples that have not ended), at each end."""
     return [(at_s, 1.0 - share) for at_s, share in ended_share(run.ended)]
 
 

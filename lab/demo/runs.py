@@ -1,6 +1,6 @@
 """The two runs of the demo: the same prompts under the same seed on one service, by static groups and as configured.
 
-Invariant: before each run all caches and the history of earlier runs are forgotten, so the second learns nothing from
+Invariant: before each run all caches and the history of earlier runs are cleared, so the second run gains nothing from
 the first. Called by `tailrace demo`.
 """
 
@@ -22,7 +22,7 @@ STATIC_POLICIES = {
     "chunking": {"type": "fixed", "chunk_tokens": None},
     "drafting": "off",
 }
-"""Whole groups are bound to a replica up front, and each sample is sent in one piece."""
+"""Policies that bind whole groups to a replica at the start, and send each sample in one piece."""
 
 
 class DemoRun(NamedTuple):
@@ -33,7 +33,7 @@ class DemoRun(NamedTuple):
 
 
 def policies_of(file: ServeFile) -> dict[str, Policies]:
-    """By the names of the runs, in their order."""
+    """Returns the policies by the names of the runs, in their order."""
     configured = file.application.of("Coordinator").user_config.policies
     return {"static": Policies(**STATIC_POLICIES), "tailrace": configured}
 
@@ -44,8 +44,9 @@ async def roll_out(
     prompts: Sequence[PromptGroup],
     say: Callable[[int, str], None],
 ) -> dict[str, DemoRun]:
-    """One run after the other; `say` hears the number of the step, from 2, and the run. Raises Failed where a journal
-    cannot be had."""
+    """Runs one after the other. `say`: called with the number of the step, from 2, and the run. Raises Failed if a
+    journal cannot be read.
+    """
     runs = {}
     for step, (name, chosen) in enumerate(policies.items(), start=2):
         say(step, name)
@@ -63,7 +64,7 @@ async def roll_out(
 
 
 async def _followed(client: RolloutClient, batch: RolloutBatch) -> tuple[GroupResult, ...]:
-    """The groups of a batch, with its progress on stderr."""
+    """Returns the groups of a batch, with its progress on stderr."""
     samples = sum(prompt.samples for prompt in batch.groups)
     follower = asyncio.create_task(RolloutProgress(client, batch.batch_id, samples).follow())
     try:
@@ -75,7 +76,7 @@ async def _followed(client: RolloutClient, batch: RolloutBatch) -> tuple[GroupRe
 
 
 def same_samples(one: Sequence[GroupResult], other: Sequence[GroupResult]) -> int:
-    """The number of samples whose tokens are the same in both runs."""
+    """Returns the number of samples whose tokens are the same in both runs."""
 
     def tokens_of(groups: Sequence[GroupResult]) -> dict[tuple[str, int], tuple[int, ...]]:
         return {

@@ -1,7 +1,7 @@
 """The tokens of recorded rollouts, group by group: those of a trace, or of a batch that replays them.
 
-Invariant: each answer is as long as the engine that replays it makes it: with its end-of-sequence token. Used by the
-simulator's replays.
+Invariant: each answer has the length that the engine gives it, with its end-of-sequence token. Used by the simulator's
+replays.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from tailrace.deployments.messages.context import PastAnswer
 from tailrace.deployments.messages.rollout import PromptGroup
 
 END_TOKEN = 1 << 24
-"""Of an answer that ends by itself: beyond every vocabulary, and like an end-of-sequence token the same in all."""
+"""End token of an answer that ends by itself: beyond every vocabulary, and the same in all answers."""
 
 
 class Recorded(NamedTuple):
@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
 
 
 def forced(groups: Sequence[PromptGroup], batch_id: str) -> dict[str, Recorded]:
-    """Recorded answers of a batch's groups, by group id, each answer with its end; without history."""
+    """Returns recorded answers of a batch's groups, by group id, each answer with its end; without history."""
     return {
         f"{batch_id}/{group.prompt_id}": Recorded(
             np.array(group.token_ids, np.int32),
@@ -43,8 +43,9 @@ def forced(groups: Sequence[PromptGroup], batch_id: str) -> dict[str, Recorded]:
 def of_trace(
     lines: Sequence[Mapping], encode: Callable[[str], list[int]], samples: int, max_tokens: int
 ) -> dict[str, Recorded]:
-    """Each prompt's tokens: `samples` answers of each checkpoint at most, every one of at most `max_tokens` with its
-    end. Raises BadInput for a prompt without any."""
+    """Returns each prompt's tokens: at most `samples` answers of each checkpoint, each of at most `max_tokens` with its
+    end. Raises BadInput for a prompt without any.
+    """
 
     def answers(epoch: Mapping) -> list[np.ndarray]:
         texts = (sample["text"] for sample in epoch["samples"][:samples])

@@ -18,7 +18,7 @@ from tailrace.lab.simulator.types import Cluster, SimulatedRun, WorkloadGroup
 
 
 class _Always:
-    """Drafts that are always right."""
+    """Makes drafts that are always right."""
 
     def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         return 1.0
@@ -34,7 +34,7 @@ class TraceSetup:
 
     @classmethod
     def of(cls, scenario: Scenario, name: str, found: Mapping[str, Recorded], replay: bool) -> "TraceSetup":
-        """On the set-up's replicas, with its chunks and its table."""
+        """Places recorded rollouts on the set-up's replicas, with its chunks and its table."""
         lengths, prompts = {}, {}
         for prompt_id, (prompt, answers, history) in found.items():
             past: dict[int, list[int]] = {}
@@ -57,8 +57,9 @@ class TraceSetup:
         check: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> SimulatedRun:
-        """One system. The max acceptance of an index is unknown, so a replay that drafts has the bounds of drafts that
-        are always right."""
+        """Runs one system. The maximum acceptance of an index is unknown, so a replay that drafts has the bounds of
+        drafts that are always right.
+        """
         setup, policies, evidence = self.setup, chosen.bundle(self.setup.chunk_tokens), chosen.evidence
         how = {"spans": spans, "check": check, "progress": progress}
         if not (self.replay and policies.drafting.max_draft_tokens):

@@ -1,10 +1,9 @@
 """Speculation by replay: modelled replicas draft with an engine's own code; recorded tokens decide acceptance.
 
 Each replica has the `EngineDrafts` of a live one: index, evidence, policy, measured step costs, counts; a `Wire`
-between them stands for the group context. Every step is a pace of its own: propose, budget, compare, one token more. So
-a run is exact, and the same each time; but it takes 0.1 to 0.2 ms a verification: time grows with tokens, not with
-chunks. Invariant: no draft is made from a token before it is generated. Called by `tailrace simulate` and `bench
-calibrate`.
+between them replaces the group context. Every step is simulated: propose, budget, compare, one token more. A run is
+therefore exact and repeatable, but takes 0.1 to 0.2 ms a verification: time grows with tokens, not with chunks.
+Invariant: no draft is made from a token before it is generated. Called by `tailrace simulate` and `bench calibrate`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,7 @@ from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.performance import MethodAcceptance
 
 MODEL_LEN = 1 << 20
-"""The workload ends samples; no modelled replica does before."""
+"""Maximum length in tokens, never reached: the workload ends samples before."""
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ class _StandInRequest:
 
 @dataclass(slots=True)
 class _Running:
-    """A chunk here, which makes tokens [at, end) of the answer."""
+    """A chunk on this replica, which makes tokens [at, end) of the answer."""
 
     request: _StandInRequest
     answer: list[int]
@@ -52,7 +51,7 @@ class _Running:
     end: int
 
     def coming(self) -> int:
-        """Tokens that the next step makes: of the draft those that are right, and one."""
+        """Number of tokens that the next step makes: the right ones of the draft, and one."""
         draft = self.request.spec_token_ids
         end = min(self.end, self.at + len(draft) + 1)
         return min(accepted_tokens(draft, self.answer[self.at : end]) + 1, end - self.at)
@@ -80,7 +79,7 @@ class Replayed:
         return changes > 0
 
     def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
-        """The pace of the coming step. A second call before the same step gives the same result for known chunks."""
+        """Returns the pace of the coming step. A second call before the same step returns the same for known chunks."""
         running = [self._running.get(chunk.chunk_id) or self._open(chunk) for chunk in chunks]
         for chunk, one in zip(chunks, running, strict=True):
             self._settle(chunk, one)
@@ -127,7 +126,7 @@ class Replayed:
         return running
 
     def _settle(self, chunk: SimulatedChunk, running: _Running) -> None:
-        """Report the chunk's tokens since the last report."""
+        """Reports the chunk's tokens since the last report."""
         tokens = running.answer[running.at : chunk.generated]
         if tokens:
             running.at += len(tokens)
@@ -145,11 +144,11 @@ def replaying(
     step: StepModel,
     settings: IndexSettings = IndexSettings(),  # noqa: B008 -- frozen
 ) -> Iterator:
-    """The `speculation` argument of `simulate`, for a workload of one step whose groups are recorded, by group id.
-    Returns None for a policy that never drafts.
+    """Returns the `speculation` argument of `simulate`, for a workload of one step whose groups are recorded, by group
+    id. Returns None for a policy that never drafts.
 
-    Every replica costs 20 ms to begin with, and an index of each group that it has run: 70 bytes a token. Raises
-    ValueError where a group is not recorded, or its answers have other lengths.
+    Every replica costs 20 ms at the start, and an index of each group that it has run: 70 bytes a token. Raises
+    ValueError if a group is not recorded, or its answers have other lengths.
     """
     (groups,) = workload.steps
     for group in groups:

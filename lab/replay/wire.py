@@ -1,7 +1,7 @@
 """The group context between modelled replicas: tokens of one replica's samples reach the others that run the group.
 
-A live feed takes 50 to 250 ms; here it is there before the reader's next step. Invariant: a reader gets the
-others' tokens once and in order, and at its first read of a group all of them. Used by `lab.replay.speculation`.
+A live feed takes 50 to 250 ms; here tokens arrive before the reader's next step. Invariant: a reader gets the others'
+tokens once and in order, and at its first read of a group all of them. Used by `lab.replay.speculation`.
 """
 
 from collections import defaultdict
@@ -34,14 +34,14 @@ class WireEnd:
         del self._held[group]
 
     def release(self, group: GroupRef) -> None:
-        """Its index is given up: the next look is a first one."""
+        """Drops a group whose index is given up: the next read is a first one."""
         self._read.pop(group, None)
 
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int]) -> None:
         self._wire.made[group].append((self._writer, sample_index, start, start + len(tokens)))
 
     def take(self) -> list[Fetched]:
-        """Tokens of others since the last read; at the first read of a group all of them, and its history."""
+        """Returns tokens of others since the last read; at the first read of a group all of them, and its history."""
         found = []
         for group in self._held:
             read, made = self._read.get(group), self._wire.made[group]
@@ -61,4 +61,4 @@ class WireEnd:
         return {}
 
     def close(self) -> None:
-        """It holds nothing open."""
+        """Does nothing: it holds nothing open."""

@@ -8,31 +8,35 @@ import numpy as np
 from tailrace.lab.simulator.types import Ended, SimulatedRun, Span
 
 LOOKS = 60
-"""Stretches of the time axis over which tokens per verification are taken: with fewer steps than that a curve jumps."""
+"""Number of stretches of the time axis over which tokens per verification are averaged: with fewer steps than that a
+curve jumps.
+"""
 
 
 def over_moments(run: SimulatedRun, field: str) -> list[tuple[float, float]]:
-    """A field of the run's moments, which holds until the next one, to the makespan. Of several moments at one instant
-    the last counts: the others held for no time."""
+    """Returns a field of the run's moments, which holds until the next one, to the makespan. The last of several
+    moments at one instant counts: the others held for no time.
+    """
     points = list({moment.at_s: getattr(moment, field) for moment in run.moments}.items())
     return [*points, (run.makespan_s, points[-1][1])] if points else []
 
 
 def ended_share(ended: Sequence[Ended]) -> list[tuple[float, float]]:
-    """The share of all samples that have ended, at each end; from nothing at 0."""
+    """Returns the share of all samples that have ended, at each end; from nothing at 0."""
     ends = sorted(sample.ended_s for sample in ended)
     return [(0.0, 0.0), *((at_s, (index + 1) / len(ends)) for index, at_s in enumerate(ends))]
 
 
 def last_of(points: Sequence[tuple[float, float]], low: float) -> list[tuple[float, float]]:
-    """The part of a growing curve at or above `low`, and the last point below it, raised to it."""
+    """Returns the part of a growing curve at or above `low`, and the last point below it, raised to it."""
     first = bisect_left(points, low, key=lambda point: point[1])
     return [*((x, low) for x, _ in points[max(0, first - 1) : first]), *points[first:]]
 
 
 def acceptance(spans: Sequence[Span], horizon_s: float, looks: int = LOOKS) -> list[tuple[float, float]]:
-    """Tokens per verification in each of `looks` equal stretches of 0 to horizon_s, at their middles. A span's tokens
-    and verifications are spread evenly over its time; stretches without a verification have no point."""
+    """Returns tokens per verification in each of `looks` equal stretches of 0 to horizon_s, at their middles. A span's
+    tokens and verifications are spread evenly over its time; stretches without a verification have no point.
+    """
     counted = [span for span in spans if span.verifications > 0]
     return ratio_over_time([(s.begin_s, s.end_s, s.tokens, s.verifications) for s in counted], horizon_s, looks)
 
@@ -40,8 +44,9 @@ def acceptance(spans: Sequence[Span], horizon_s: float, looks: int = LOOKS) -> l
 def ratio_over_time(
     counts: Sequence[tuple[float, float, float, float]], horizon_s: float, looks: int = LOOKS
 ) -> list[tuple[float, float]]:
-    """Of (begin_s, end_s, part, whole) each: part over whole in `looks` equal stretches of 0 to horizon_s, at their
-    middles. Both are spread evenly over the time; stretches with nothing of the whole have no point."""
+    """Returns part over whole of (begin_s, end_s, part, whole) in `looks` equal stretches of 0 to horizon_s, at their
+    middles. Both are spread evenly over the time; stretches with nothing of the whole have no point.
+    """
     counted = [one for one in counts if one[1] > one[0]]
     if not counted or not horizon_s:
         return []

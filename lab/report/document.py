@@ -1,7 +1,7 @@
-"""A self-contained HTML document, and the parts that pages are put together from. Nothing is fetched.
+"""A self-contained HTML document, and the parts of its pages. Nothing is fetched.
 
-The data block holds no `<`, and the document's own content policy lets no script run but ours, by its digest. Texts
-are escaped here unless a function says that it takes markup. The simulator's page and a recorded run's are such.
+The data block holds no `<`, and the document's own content policy lets no script run but ours, by its digest. Texts are
+escaped here unless a function's docstring says that it takes markup. Used by the simulator's page and a recorded run's.
 """
 
 import json
@@ -21,14 +21,16 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-"
 PAGE = OutputKind("a page of ours", (HEAD.encode(),), (f'"Content-Security-Policy" content="{POLICY}'.encode(),))
 
 WEB = Path(__file__).parent / "web"
-"""The style sheet but for its colours, and the script, in parts."""
+"""The style sheet without its colours, and the script, in parts."""
 
 SCRIPTS = ("spans.js", "drawing.js", "pointing.js")
 """Parts of one script, in this order; they share one scope."""
 
 
 def document(title: str, body: str, data: dict | None) -> str:
-    """The whole text. `body` is markup; `data`: the spans of its timelines, by `timelines`, or None without one."""
+    """Returns the whole text. `body` is markup; `data`: the spans of its timelines, by `timelines`, or None without
+    one.
+    """
     script = _script()
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = f"{POLICY}{digest}'"
@@ -43,7 +45,7 @@ def document(title: str, body: str, data: dict | None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """The first row is the heads; a row's first cell names it. `left`: columns of words."""
+    """Returns a table. The first row is the heads; a row's first cell names it. `left`: columns of words."""
     heads, *body = rows
     kinds = [" class=left" if column in left else "" for column in range(len(heads))]
     head = "".join(f"<th scope=col{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, heads, strict=True))
@@ -55,25 +57,25 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
 
 
 def figure(heading: str, caption: str, content: str) -> str:
-    """heading, caption and content are markup already."""
+    """Returns a figure. heading, caption and content must be markup."""
     said = f"<p>{caption}</p>" if caption else ""
     return f"<figure><figcaption><h3>{heading}</h3>{said}</figcaption>{content}</figure>"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Pairs of a class of the style sheet and a text."""
+    """Returns a legend from pairs of a class of the style sheet and a text."""
     items = "".join(f'<li class="{colour}"><i></i>{escape(text)}</li>' for colour, text in entries)
     return f"<ul class=key>{items}</ul>"
 
 
 def panel(index: int, said: str) -> str:
-    """The place of the timeline of the data block's run number `index`; `said`: its content, in words."""
+    """Returns the place of the timeline of the data block's run number `index`; `said`: its content, in words."""
     canvas = f'<canvas id="run{index}" tabindex="0" role="img" aria-label="{escape(said)}"></canvas>'
     return f'<div class=stack>{canvas}<canvas class=over aria-hidden="true"></canvas></div>'
 
 
 def interactive(said: str, key: str, panels: Sequence[str]) -> str:
-    """Timelines with the elements that the script needs. `key` and `panels` are markup."""
+    """Returns timelines with the elements that the script needs. `key` and `panels` are markup."""
     options = "".join(f'<option value="{one}">{one}</option>' for one in ("sample", "role"))
     return (
         f"<p class=soft>{escape(said)} Click a span to mark its sample, drag to zoom. Keys on a timeline: arrows go "
@@ -97,6 +99,6 @@ def _script() -> str:
 
 
 def _inert(data: dict | None) -> str:
-    """JSON that no HTML parser can mistake for markup."""
+    """Returns JSON that no HTML parser can mistake for markup."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -17,8 +17,8 @@ SECONDS = "seconds"
 
 
 def page(title: str, runs: Mapping[str, SimulatedRun], comparison: dict | None, notes: Sequence[str]) -> str:
-    """The page, as text. `runs`: one of each system, whose timelines and curves are drawn. `comparison`: the result of
-    `report.compare` over several seeds; without it these runs are compared, the first as the baseline.
+    """Returns the page as text. `runs`: one of each system, whose timelines and curves are drawn. `comparison`: the
+    result of `report.compare` over several seeds; without it these runs are compared, the first as the baseline.
 
     Raises ValueError without runs, or for runs of several workloads.
     """
@@ -43,7 +43,7 @@ def page(title: str, runs: Mapping[str, SimulatedRun], comparison: dict | None, 
 
 
 def _folded(notes: Sequence[str]) -> str:
-    """Open at a click: a reader comes for the pictures."""
+    """Returns notes that open at a click: a reader comes for the pictures."""
     if not notes:
         return ""
     lines = "".join(f"<p>{escape(note)}</p>" for note in notes)
@@ -62,7 +62,7 @@ def _about(runs: Mapping[str, SimulatedRun], comparison: dict) -> str:
 
 
 def _headline(comparison: dict) -> str:
-    """The system with the greatest throughput, against the baseline."""
+    """Returns the headline: the system with the greatest throughput, against the baseline."""
     baseline, mean = comparison["baseline"], comparison["mean"]
     others = {name: ratio for name, ratio in comparison["throughput_ratio"].items() if name != baseline and ratio}
     if not others:
@@ -78,7 +78,9 @@ def _headline(comparison: dict) -> str:
 
 
 def _ratio_bars(comparison: dict, colours: Colours) -> str:
-    """Throughput, tail and makespan of each system; whiskers from the min to the max over the seeds."""
+    """Returns bars of throughput, tail and makespan of each system; whiskers from the minimum to the maximum over the
+    seeds.
+    """
     baseline, charts = escape(comparison["baseline"]), []
     for key, said in (("throughput_ratio", "Throughput"), ("tail_ratio", "Tail, how much shorter")):
         found = {name: ratio for name, ratio in comparison[key].items() if ratio}

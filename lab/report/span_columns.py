@@ -1,7 +1,8 @@
-"""The spans of runs as the page's timelines read them: columns of little-endian integers in base64, and their key.
+"""The spans of runs in the form that the page's timelines read: columns of little-endian integers in base64, and their
+key.
 
-A page carries at most MOST_SPANS spans, shared evenly by its runs. Of a run with more, spans of one sample and role
-that touch on a replica are joined; of those the longest are kept, and the page says how much of all span time they
+A page carries at most MOST_SPANS spans, shared evenly by its runs. In a run with more, spans of one sample and role
+that touch on a replica are joined; the longest of those are kept, and the page states how much of all span time they
 hold. Times are in 65,535ths of the longest makespan, so that all runs share one axis; spans are sorted by replica, and
 `offsets` finds a replica's.
 """
@@ -20,10 +21,10 @@ from tailrace.lab.report.span_lanes import lanes_of, sources_of
 from tailrace.lab.simulator.types import SimulatedRun, Span
 
 MOST_SPANS = 150_000
-"""Of 19 bytes each: 3.8 MB of base64. With notes 23."""
+"""Maximum number of spans of 19 bytes each: 3.8 MB of base64. With notes 23 bytes."""
 
 ROLES = palette.SPANS
-"""In the order of the style sheet's colours r0 to r6; another role has r7."""
+"""Roles in the order of the style sheet's colours r0 to r6; another role has r7."""
 
 BANDS = palette.STRIPS
 """Activities of a whole replica; the style sheet has b0 to b5."""
@@ -32,7 +33,7 @@ TICKS = 65_535
 
 
 class Band(NamedTuple):
-    """A replica as a whole was up and did one thing, one of BANDS, from begin_s to end_s."""
+    """The activity of a whole replica, one of BANDS, from begin_s to end_s."""
 
     replica: int
     role: str
@@ -54,9 +55,10 @@ class Rows:
 def timelines(
     runs: Mapping[str, SimulatedRun], shown: Mapping[str, Sequence[Span]], rows: Mapping[str, Rows] | None = None
 ) -> dict:
-    """The data block of a page: every value JSON, every id a string of its `samples`. `shown`: the spans of each run
-    that are drawn, as `drawable` gives them; without `rows` a run has a row for each replica with a span, and colours
-    go by role instead of by sample."""
+    """Returns the data block of a page: every value JSON, every id a string of its `samples`. `shown`: the spans of
+    each run that are drawn, as `drawable` returns them. Without `rows` a run has a row for each replica with a span,
+    and colours go by role instead of by sample.
+    """
     samples = sorted({span.sample_id for spans in shown.values() for span in spans})
     roles = [*ROLES, *sorted({span.role for spans in shown.values() for span in spans} - set(ROLES))]
     horizon_s = longest_makespan_s(runs)
@@ -89,7 +91,9 @@ def longest_makespan_s(runs: Mapping[str, SimulatedRun]) -> float:
 
 
 def drawable(runs: Mapping[str, SimulatedRun], most: int = MOST_SPANS) -> dict[str, list[Span]]:
-    """Max `most` spans of all runs together, by the rule at the head of this file, by replica and then by time."""
+    """Returns at most `most` spans of all runs together, by the rule at the head of this file, by replica and then by
+    time.
+    """
     gap_s = longest_makespan_s(runs) / TICKS
     return {name: _drawable(run.spans, most // len(runs), gap_s) for name, run in runs.items()}
 
@@ -103,7 +107,7 @@ def _drawable(spans: Sequence[Span], most: int, gap_s: float) -> list[Span]:
 
 
 def joined(spans: Sequence[Span], gap_s: float) -> list[Span]:
-    """Spans of the same replica, sample and role with no more than gap_s between them made one."""
+    """Joins spans of the same replica, sample and role with no more than gap_s between them."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.replica, span.sample_id, span.role, span.begin_s, span.end_s)):
         before = found[-1] if found else None
@@ -117,7 +121,7 @@ def joined(spans: Sequence[Span], gap_s: float) -> list[Span]:
 
 
 def held_share(shown: Sequence[Span], spans: Sequence[Span]) -> float:
-    """How much of the time of all spans those shown hold."""
+    """Returns the share of all spans' time that the shown ones hold."""
     return sum(span.end_s - span.begin_s for span in shown) / (sum(span.end_s - span.begin_s for span in spans) or 1.0)
 
 
@@ -157,7 +161,7 @@ def _rows(rows: Rows, spans: Sequence[Span], horizon_s: float) -> dict:
 
 
 def _offsets(replicas: Iterable[int], items: Sequence[Span] | Sequence[Band]) -> list[int]:
-    """The index of each replica's first item among items sorted by replica, and the number of items."""
+    """Returns the index of each replica's first item among items sorted by replica, and the number of items."""
     held = Counter(item.replica for item in items)
     return [0, *accumulate(held[replica] for replica in replicas)]
 

@@ -1,4 +1,4 @@
-"""In which lane of its replica's row a span is drawn, and which span its sample came from. Pages and pictures ask."""
+"""Lanes of spans within their replica's row, and the span that each sample came from. Used by pages and pictures."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,9 @@ from tailrace.lab.simulator.types import Span
 
 
 def lanes_of(spans: Sequence[Span]) -> list[int]:
-    """`spans` by replica, then by time. A sample continues in the lane in which it was, if that is free; otherwise in
-    the first that is. No two spans of a replica overlap in a lane."""
+    """Returns the lane of each span; `spans` are sorted by replica, then by time. A sample continues in its lane if
+    that is free, otherwise in the first free one. No two spans of a replica overlap in a lane.
+    """
     found: list[int] = []
     replica, free_s, lane_of = None, [], {}
     for span in spans:
@@ -25,8 +26,9 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
 
 
 def sources_of(spans: Sequence[Span]) -> list[int | None]:
-    """For each span the place of the one on another replica that its sample continued from, or that it copies if that
-    was under way; None without one. No sample continues from a loser of a race."""
+    """Returns for each span the place of the one on another replica that its sample continued from, or that it copies
+    if that was running; None without one. No sample continues from a loser of a race.
+    """
     found: list[int | None] = [None] * len(spans)
     first = kept = None  # the one that others copy; the last that did not lose
     for place in sorted(range(len(spans)), key=lambda at: (spans[at].sample_id, spans[at].begin_s, at)):

@@ -1,7 +1,7 @@
 """Charts as inline SVG: curves, a histogram, bars with whiskers. Axes have units and round ticks; no more is drawn.
 
 A chart is W x H user units, scales with the page, takes its colours from classes s0 to s6 of the page's style sheet,
-and says its content in words (aria-label). All text that comes from outside is escaped here.
+and describes its content in words (aria-label). All text from outside is escaped here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +18,15 @@ Colours = Mapping[str, str]
 W, H = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 COLOURS = len(SERIES)
-"""Of the palette; the eighth system has the first colour again, with a dashed line."""
+"""Number of colours of the palette; the eighth system has the first colour again, with a dashed line."""
 
 BINS = 280
-"""Columns of a curve: about two pixels each."""
+"""Number of columns of a curve: about two pixels each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Values low to high over the pixels begin to end."""
+    """Maps values low to high to the pixels begin to end."""
 
     low: float
     high: float
@@ -44,7 +44,7 @@ class Axis:
 
 
 def short(value: float) -> str:
-    """A tick's label: 1.5 M, 20 K, 0.25."""
+    """Returns a tick's label: 1.5 M, 20 K, 0.25."""
     for size, suffix in ((1e9, " G"), (1e6, " M"), (1e4, None)):
         if abs(value) >= size:
             return f"{value / size:.4g}{suffix}" if suffix else f"{value / 1e3:.4g} K"
@@ -52,7 +52,7 @@ def short(value: float) -> str:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Max `most` + 1 multiples of 1, 2 or 5 times a power of ten, from low to high."""
+    """Returns at most `most` + 1 multiples of 1, 2 or 5 times a power of ten, from low to high."""
     if high <= low:
         return [low]
     rough = (high - low) / most
@@ -63,8 +63,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Points, high_x: float, bins: int = BINS) -> list[tuple[float, float]]:
-    """Real points only: of each of `bins` equal stretches of x the first, min, max and last, in their order, so that no
-    peak is lost."""
+    """Returns real points only: of each of `bins` equal stretches of x the first, minimum, maximum and last, in their
+    order, so that no peak is lost.
+    """
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(min(bins - 1, int(point[0] / high_x * bins)) if high_x else 0, []).append(point)
@@ -76,7 +77,7 @@ def thinned(points: Points, high_x: float, bins: int = BINS) -> list[tuple[float
 
 
 Reach = tuple[float, float, str]
-"""An axis before it has a place: its min and max value, its label with the unit."""
+"""An axis before it has a place: its minimum and maximum value, its label with the unit."""
 
 
 def curves(
@@ -90,7 +91,7 @@ def curves(
     shaded: Points = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Lines. `stepped`: a value holds until the next point; `share`: y in per cent; `shaded`: stretches of x.
+    """Draws lines. `stepped`: a value holds until the next point; `share`: y in per cent; `shaded`: stretches of x.
 
     `marks`: values of x with a text, drawn as lines across.
     """
@@ -108,7 +109,7 @@ def curves(
 
 
 def histogram(values: Sequence[float], label: str, count_label: str, bins: int = 40) -> str:
-    """How many values fall into each of `bins` equal stretches from 0 to the greatest."""
+    """Draws the number of values in each of `bins` equal stretches from 0 to the greatest."""
     high = max(values, default=0) or 1
     counts = [0] * bins
     for value in values:
@@ -125,7 +126,7 @@ def histogram(values: Sequence[float], label: str, count_label: str, bins: int =
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`whisker`: its min and max; `part`: its last stretch, drawn darker; `mark`: a line across it."""
+    """`whisker`: its minimum and maximum; `part`: its last stretch, drawn darker; `mark`: a line across it."""
 
     name: str
     value: float
@@ -136,7 +137,7 @@ class Bar:
 
 
 def bars(items: Sequence[Bar], label: str, colours: Colours, reference: float | None = None) -> str:
-    """Horizontal bars from 0, each with its figure; a dashed line at `reference`."""
+    """Draws horizontal bars from 0, each with its figure; a dashed line at `reference`."""
     left, row, height = 130, 30, len(items) * 30 + TOP + BOTTOM
     high = max((max(bar.value, *(bar.whisker or (0,)), bar.mark or 0, reference or 0) for bar in items), default=1)
     across = Axis(0, high or 1, left, W - 130, label)
@@ -163,7 +164,7 @@ def bars(items: Sequence[Bar], label: str, colours: Colours, reference: float | 
 
 
 def colours_of(systems: Iterable[str]) -> Colours:
-    """Each system's colour, by its place; one that comes twice has one."""
+    """Returns each system's colour, by its place; a system that occurs twice has one colour."""
     places = enumerate(dict.fromkeys(systems))
     return {name: f"s{index % COLOURS}" + (" again" if index >= COLOURS else "") for index, name in places}
 
@@ -197,7 +198,7 @@ def _ticks_across(across: Axis, height: float) -> list[str]:
 
 
 def _path(points: Points, stepped: bool) -> str:
-    """In absolute moves; a stepped one goes across before it goes up."""
+    """Returns a path in absolute moves; a stepped one goes across before it goes up."""
     steps, before = [], None
     for x, y in points:
         if before is None:

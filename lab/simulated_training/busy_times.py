@@ -1,6 +1,6 @@
-"""When replicas generated or loaded weights, and when training ran. Written by `TrainingHost`, read by figures.
+"""Times in which replicas generated or loaded weights, and training ran. Written by `TrainingHost`, read by figures.
 
-Invariant: intervals of one replica and kind do not overlap, but for loads that follow each other closely.
+Invariant: intervals of one replica and kind do not overlap, except loads that follow each other closely.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class BusyTimes:
         self.loading[replica].append((begin_s, end_s))
 
     def generates(self, replica: int, runs: bool, now: float) -> None:
-        """After a turn of the replica: whether it runs anything."""
+        """Records after a turn of the replica whether it runs anything."""
         since = self._since[replica]
         if runs and since is None:
             self._since[replica] = now
@@ -34,7 +34,7 @@ class BusyTimes:
 
 
 def covered_s(intervals: Iterable[Interval], begin_s: float, end_s: float) -> float:
-    """Seconds from begin_s to end_s that lie in an interval or more."""
+    """Returns the seconds from begin_s to end_s that are in an interval or more."""
     total_s, reached_s = 0.0, begin_s
     for interval in sorted(intervals):
         first_s, last_s = max(interval[0], reached_s), min(interval[1], end_s)

@@ -1,4 +1,5 @@
-"""Seconds of training, rewards and weights, from published figures; each says where it is from or why it is assumed.
+"""Seconds of training, rewards and weights, from published figures; each has its source, or the reason for an
+assumption.
 
 Training takes operations / (GPUs * peak * share): 6 a parameter and token for the gradient, and in modes that compute
 old logprobs again 2 for that pass. No figure is fitted to a result. Called by the training host.
@@ -61,7 +62,9 @@ class StepCosts:
 
     @classmethod
     def of(cls, scenario: Scenario, figures: TrainingFigures, gpus: int, old_logprobs: bool) -> "StepCosts":
-        """`gpus`: of the whole cluster, whose nodes compute rewards. `old_logprobs`: are they computed again."""
+        """Returns the costs. `gpus`: GPUs of the whole cluster, whose nodes compute rewards. `old_logprobs`: they are
+        computed again.
+        """
         gpu, model = GPUS[scenario.gpu.value], MODELS[scenario.model.value]
         passes = figures.gradient_ops.value + figures.logprob_ops.value * old_logprobs
         ops = passes * model.active_parameters

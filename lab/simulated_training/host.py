@@ -1,9 +1,9 @@
 """The shell of a simulated training: the rollout's shell with a learner, and weights that change.
 
 Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them. With
-`own_update` the core knows one version: a replica keeps its own for samples under way, holds those of a later step
-until it runs nothing, and loads. Invariants: no token of step t is of weights that lack more than `ahead` updates, and
-none is of later ones. Called by `run`.
+`own_update` the core knows one version: a replica keeps its own weights for samples in flight, holds samples of a later
+step until it runs nothing, and loads. Invariants: no token of step t was made by weights that lack more than `ahead`
+updates, and none by later ones. Called by `run`.
 """
 
 from collections import Counter
@@ -23,8 +23,9 @@ from tailrace.policies.protocol import events as ev
 
 
 class TrainingHost(SimulatedHost):
-    """`train_gpus`: those that train, at the time that they do. The record: `published_s` (when the weights of each
-    step were made), `rolled_s` (when its last sample ended), `made` and `busy`."""
+    """`train_gpus`: number of GPUs that train, while they do. The record: `published_s` (when the weights of each step
+    were made), `rolled_s` (when its last sample ended), `made` and `busy`.
+    """
 
     overlaps = True
 
@@ -51,7 +52,7 @@ class TrainingHost(SimulatedHost):
         self._loading = [False] * len(fleet.replicas)
         self._sent = [0] * len(fleet.replicas)  # chunks that are on a replica, or on their way to it
         self._held: list[list[tuple[SimulatedChunk, int | None]]] = [[] for _ in fleet.replicas]
-        self._versions: dict[str, int] = {}  # of the weights that make a running chunk
+        self._versions: dict[str, int] = {}  # versions of the weights that make a running chunk
         self._groups: dict[str, tuple[int, WorkloadGroup]] = {}
         self.published_s: list[float] = []
         self.rolled_s = [0.0] * len(workload.steps)
@@ -70,7 +71,7 @@ class TrainingHost(SimulatedHost):
                 self._load_if_idle(replica)
 
     def _submit_allowed(self) -> None:
-        """Steps within the capacity: no more than `ahead` updates before that after which they are trained on."""
+        """Submits steps within the capacity: at most `ahead` updates before the one after which they are trained on."""
         while self._step + 1 < min(len(self._workload.steps), self._version + self._mode.ahead + 1):
             if self._mode.rounds and not self._round_over():
                 return
@@ -78,7 +79,7 @@ class TrainingHost(SimulatedHost):
             self._groups |= {group.group_id: (self._step, group) for group in self._workload.steps[self._step]}
 
     def _round_over(self) -> bool:
-        """Whether all that was submitted has ended, and all but the last step is trained on."""
+        """Returns whether all submitted samples have ended, and all but the last step is trained on."""
         return not self._samples and self._learner.version >= self._step
 
     def _group_ended(self, group_id: str) -> None:
@@ -120,7 +121,9 @@ class TrainingHost(SimulatedHost):
         self._train()
 
     def _end_round(self) -> None:
-        """The rollout of a step, or the training on the one before, has ended: continue if both have."""
+        """Records that the rollout of a step, or the training on the one before, has ended, and continues if both
+        have.
+        """
         if self._step + 1 < len(self._workload.steps) and not self._round_over():
             return
         if self._learner.version > self._version and self._round_over():
@@ -130,7 +133,7 @@ class TrainingHost(SimulatedHost):
         self._train()
 
     def _publish(self) -> None:
-        """New weights: for all replicas now, or for each as it comes to them."""
+        """Publishes new weights: for all replicas now, or for each as it comes to them."""
         self._version = self._learner.version
         if self._version == len(self._workload.steps):
             return

@@ -1,4 +1,4 @@
-"""The learner of a simulated training: rewards of groups that have ended, and pieces of a step's gradient in order.
+"""The learner of a simulated training: rewards of ended groups, and pieces of a step's gradient in order.
 
 Invariants: steps are trained one after another; each group is in one piece; a piece holds groups that are scored, in an
 order fixed before the step (by expected length, then by place), with no gap. Called by `TrainingHost`, which has the
@@ -23,7 +23,7 @@ class StepProgress:
 
 
 class Learner:
-    """`piece_tokens`: fewest tokens of a piece, but for the last one. Without it a step is one piece."""
+    """`piece_tokens`: minimum tokens of a piece, except the last one. Without it a step is one piece."""
 
     def __init__(
         self, steps: Sequence[Sequence[WorkloadGroup]], reward_sample_s: float, piece_tokens: float | None, late: bool
@@ -35,7 +35,7 @@ class Learner:
         self.version = 0  # steps trained on
 
     def ended(self, step: int, group: WorkloadGroup, now: float) -> list[tuple[float, WorkloadGroup]]:
-        """Groups whose rewards begin now that this one has ended, each with the time at which it is scored."""
+        """Returns groups whose rewards begin now that this one has ended, each with the time at which it is scored."""
         progress = self.steps[step]
         progress.unended -= 1
         if self._late and progress.unended:
@@ -47,7 +47,7 @@ class Learner:
         return found
 
     def next_piece(self) -> list[WorkloadGroup]:
-        """The groups of the step's next piece; empty while too few are scored."""
+        """Returns the groups of the step's next piece; empty while too few are scored."""
         if self.version == len(self.steps):
             return []
         progress, piece, tokens = self.steps[self.version], [], 0
@@ -65,7 +65,7 @@ class Learner:
         return piece
 
     def trained(self, piece: list[WorkloadGroup]) -> bool:
-        """A piece is through. Returns whether the step is."""
+        """Records that a piece is trained. Returns whether the step is."""
         progress = self.steps[self.version]
         progress.trained += len(piece)
         if progress.trained < len(progress.order):
@@ -75,12 +75,14 @@ class Learner:
 
 
 def trained_tokens(group: WorkloadGroup) -> int:
-    """Tokens that a gradient of the group computes: prompts and answers."""
+    """Returns the tokens that a gradient of the group computes: prompts and answers."""
     return group.prompt_tokens * len(group.lengths) + sum(group.lengths)
 
 
 def fixed_order(groups: Sequence[WorkloadGroup]) -> list[WorkloadGroup]:
-    """By mean length in the last epoch, shortest first; those without history in the order given, last."""
+    """Returns the groups by mean length in the last epoch, shortest first; those without history in the given order,
+    last.
+    """
 
     def expected(group: WorkloadGroup) -> float:
         past = group.past_lengths[0] if group.past_lengths else ()

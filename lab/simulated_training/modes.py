@@ -1,4 +1,4 @@
-"""The ways in which steps of rollout and training follow each other, by name, with their policies and their GPUs.
+"""Modes of training: the order of rollout and training steps, by name, with their policies and their GPUs.
 
 All have the same number of GPUs: with `apart` a share of them trains and the others roll out, else all do both by
 turns. Invariant: a mode is a value; its meaning in time is in `host` and `learner` alone.

@@ -9,8 +9,9 @@ SHARES = ("rollout_share", "train_share", "weights_share", "waiting_share", "idl
 
 
 def training_summary(runs: Mapping[str, Sequence[dict]]) -> dict[str, dict]:
-    """By mode: the mean of each figure over the seeds, the greatest staleness, and `ratio`: [mean, min, max] of the
-    baseline's seconds a step over the mode's, seed by seed. Raises ValueError without the baseline."""
+    """Returns, by mode, the mean of each figure over the seeds, the greatest staleness, and `ratio`: [mean, min, max]
+    of the baseline's seconds a step over the mode's, seed by seed. Raises ValueError without the baseline.
+    """
     if BASELINE not in runs:
         raise ValueError(f"{BASELINE}, the baseline, is not among {', '.join(runs)}")
     return {name: _of_mode(of_mode, runs[BASELINE]) for name, of_mode in runs.items()}
@@ -25,7 +26,7 @@ def _of_mode(runs: Sequence[dict], base: Sequence[dict]) -> dict:
 
 
 def training_rows(modes: Mapping[str, dict]) -> list[tuple[str, ...]]:
-    """A row of HEADS for each mode."""
+    """Returns a row of HEADS for each mode."""
     return [
         (
             name,

@@ -1,6 +1,6 @@
 """One simulated training: a mode on a scenario's cluster for some steps, and its figures.
 
-Every mode has the same GPUs: all of the scenario's. Where training has its own, `train_share` of them trains. Called
+Every mode has the same GPUs: all of the scenario's. If training has separate GPUs, `train_share` of them trains. Called
 by `tailrace simulate-training` and by tests. Invariant: the same arguments give the same figures.
 """
 
@@ -22,14 +22,16 @@ from tailrace.lab.simulator.types import Cluster
 from tailrace.policies.families.histo_pipe import HistoPipe
 
 WARM_UP = 2
-"""First steps that are not counted: rollout and training have not met yet."""
+"""Number of first steps that are not counted: rollout and training have not met yet."""
 
 RANKING_GROUPS = 16
-"""For mathematics (RhymeRL 7.2.3), on twice as many replicas or more; fewer where there are fewer."""
+"""Number of ranking groups for mathematics (RhymeRL 7.2.3), on twice as many replicas or more; fewer on fewer
+replicas.
+"""
 
 
 def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> tuple[int, int]:
-    """GPUs that roll out, in whole replicas, and GPUs that train."""
+    """Returns the GPUs that roll out, in whole replicas, and the GPUs that train."""
     total, each = scenario.gpus.value, scenario.gpus_per_replica.value
     if not mode.apart:
         return total // each * each, total
@@ -43,7 +45,7 @@ def host_of(
     scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures, *, check: bool = False,
     kv_on_update: str = "fresh", progress: Callable[[int, int], None] | None = None,
 ) -> TrainingHost:  # fmt: skip
-    """The shell of a mode, not yet run. Raises ValueError for too few GPUs."""
+    """Returns the host of a mode, not yet run. Raises ValueError for too few GPUs."""
     rollout_gpus, train_gpus = gpus_of(scenario, mode, figures)
     model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
     replicas = rollout_gpus // scenario.gpus_per_replica.value
@@ -76,7 +78,7 @@ def host_of(
 def train_run(
     scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures | None = None, **how
 ) -> dict:
-    """Figures of one training; `how` as of `host_of`.
+    """Returns the figures of one training; `how` as of `host_of`.
 
     step_s: from one publication of weights to the next, mean after WARM_UP steps. Shares of that time: `rollout` some
     replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. idle_share: of
@@ -90,7 +92,7 @@ def train_run(
 
 
 def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> dict:
-    """Figures of a host that has run."""
+    """Returns the figures of a host that has run."""
     steps = len(host.published_s)
     warm = min(WARM_UP, steps - 1)
     begin_s, end_s = host.published_s[warm - 1] if warm else 0.0, host.published_s[-1]

@@ -1,7 +1,7 @@
-"""The prompts of each training step: other ones until the data set has gone by, then the same again, an epoch later.
+"""The prompts of each training step: new ones until the data set is used up, then the same again, an epoch later.
 
-Invariant: a prompt's history holds earlier epochs alone, which have ended before it comes again (steps in flight are
-far fewer than an epoch's). The order within a step is a digest's, or a replica would get the same prompts each epoch.
+Invariant: a prompt's history holds only earlier epochs, which have ended before it comes again (steps in flight are far
+fewer than an epoch's). The order within a step is a digest's, or a replica would get the same prompts each epoch.
 """
 
 from math import ceil
@@ -13,7 +13,9 @@ from tailrace.policies.models.hashed_random import fraction
 
 
 def training_workload(scenario: Scenario, seed: int, steps: int, epoch_steps: int) -> Workload:
-    """`steps` steps of `scenario.prompts` prompts. Lengths drift from epoch to epoch, by the drift of all its steps."""
+    """Returns `steps` steps of `scenario.prompts` prompts. Lengths drift from epoch to epoch, by the drift of all its
+    steps.
+    """
     prompts, slots = scenario.prompts.value, min(steps, epoch_steps)
     drift = scenario.lengths.drift.value * epoch_steps if scenario.lengths.drift else 0.0
     counts = prompts * slots, scenario.samples.value, ceil(steps / epoch_steps)

@@ -1,1 +1,1 @@
-"""The live decision code on a modelled clock: `RolloutCore` and its policies over modelled replicas."""
+"""The service's decision code on a modelled clock: `RolloutCore` and its policies over modelled replicas."""

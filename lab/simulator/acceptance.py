@@ -1,10 +1,11 @@
 """How likely draft tokens are to be right, by how much of the group and of earlier epochs the drafter has seen.
 
 A draft token is right with the same chance given that those before it are, so w drafts make 1 + p + ... + p^w tokens a
-verification on average; measured tokens per verification are turned into chances by that. An answer of an earlier
-epoch counts as `answer_share` of a group mate, and they add: on the trace one smooth curve then passes through all
-measurements, of mates, of history and of both. Invariant: more evidence is never worse, and nothing is claimed beyond
-the measurements. Called by the simulator's speculation (`chance`), its races (`ModelledMethod`) and its lower bounds.
+verification on average; this relation turns measured tokens per verification into chances. An answer of an earlier
+epoch counts as `answer_share` of a group mate, and the two add up: on the trace one smooth curve then passes through
+all measurements, of mates, of history and of both. Invariant: more evidence is never worse, and nothing is claimed
+beyond the measurements. Called by the simulator's speculation (`chance`), its races (`ModelledMethod`) and its lower
+bounds.
 """
 
 import math
@@ -30,10 +31,11 @@ class Measured(NamedTuple):
 
 
 class Chances(Protocol):
-    """The interface to the simulator: the chance that the next draft token of sample `index` is right, given those
-    before.
+    """The interface to the simulator: the chance that the next draft token of sample `index` is right, given that those
+    before it are.
 
-    It has `generated` tokens, `mates` other samples of its group have some too, `epochs` earlier epochs are known.
+    The sample has `generated` tokens, `mates` other samples of its group have some too, and `epochs` earlier epochs are
+    known.
     """
 
     def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float: ...
@@ -44,7 +46,7 @@ class AcceptanceTable:
     """Chances from a measured table at `drafts` drafts.
 
     Between measurements the log odds are linear in log2(1 + evidence). Raises ValueError for an empty table, tokens
-    that no chance gives (1 to 1 + drafts), or tokens that fall as the evidence grows.
+    that no chance gives (outside 1 to 1 + drafts), or tokens that fall as the evidence grows.
     """
 
     table: tuple[Measured, ...]
@@ -61,11 +63,11 @@ class AcceptanceTable:
         object.__setattr__(self, "_odds", tuple(_log_odds(chance_for(tokens, self.drafts)) for _, tokens in rows))
 
     def evidence(self, mates: float, answers: float) -> float:
-        """In group mates."""
+        """Returns the evidence as a number of group mates."""
         return mates + self.answer_share * answers
 
     def mean_chance(self, evidence: float, factor: float = 1.0) -> float:
-        """The chance at this evidence in mates, with the odds times `factor`; constant beyond the table."""
+        """Returns the chance at this evidence in mates, with the odds times `factor`; constant beyond the table."""
         at, odds = self._at, self._odds
         x = math.log2(1 + evidence)
         n = bisect_right(at, x)
@@ -85,7 +87,7 @@ class AcceptanceTable:
 class ModelledMethod:
     """A way to draft (SpecActor 4.2): its acceptance, and the cost of a draft token: base_s + token_s * batch.
 
-    Indexes cost nothing that counts; a draft model's D(b) = b D' + a has a = base_s, D' = token_s, in seconds.
+    Indexes cost next to nothing; a draft model's D(b) = b D' + a has a = base_s, D' = token_s, in seconds.
     """
 
     name: str
@@ -94,13 +96,13 @@ class ModelledMethod:
     token_s: float = 0.0
 
     def draft_s(self, batch: float) -> float:
-        """Seconds for one draft token of each of `batch` samples."""
+        """Returns the seconds for one draft token of each of `batch` samples."""
         return self.base_s + self.token_s * batch
 
 
 @dataclass(frozen=True)
 class BestOf:
-    """Fastest-of-N as a chance: that of the best of several methods. For bounds, where drafting is free."""
+    """Fastest-of-N as a chance: that of the best of several methods. Used for bounds, where drafting is free."""
 
     methods: Sequence[ModelledMethod]
 
@@ -109,12 +111,12 @@ class BestOf:
 
 
 def expected_tokens(chance: float, drafts: int) -> float:
-    """Tokens a verification makes on average with `drafts` drafts: 1 + p + ... + p^w."""
+    """Returns the tokens that a verification makes on average with `drafts` drafts: 1 + p + ... + p^w."""
     return float(drafts + 1) if chance >= 1 else (1 - chance ** (drafts + 1)) / (1 - chance)
 
 
 def chance_for(tokens: float, drafts: int) -> float:
-    """The inverse of `expected_tokens`, by halving. Raises ValueError outside 1 to 1 + drafts."""
+    """Returns the inverse of `expected_tokens`, by bisection. Raises ValueError outside 1 to 1 + drafts."""
     if not 1 < tokens < 1 + drafts:
         raise ValueError(f"no chance makes {tokens} tokens of {drafts} drafts and one more")
     low, high = 0.0, 1.0
@@ -125,7 +127,7 @@ def chance_for(tokens: float, drafts: int) -> float:
 
 
 def aimd_share(chance: float, start: int = 2, step: int = 2, most: int = 32) -> float:
-    """Of the drafts of RhymeRL's window (5.4: all right, `step` more; else back to `start`), the share that is right.
+    """Returns the share of right drafts under RhymeRL's window (5.4: all right, `step` more; else back to `start`).
 
     The windows form a chain: from w to w + step with p^w, else to `start`; means are over its stationary law.
     """

@@ -1,10 +1,10 @@
 """Times that no schedule can beat, with any knowledge. Every makespan is reported with them.
 
-Each is a relaxation, so it holds for every policy that runs on `cluster`: an engine step takes StepModel.seconds of
-its tokens (1 + drafts, summed) and contexts, makes 1 + p + ... + p^w tokens on average of a sample with w drafts, and
-its batch fits max_running and the KV capacity. Where tokens are drawn rather than expected, so are the times they
-bound. Drafting is free here; a group's prompt is computed at least once, by a replica that does nothing else meanwhile.
-Called with every simulation.
+Each is a relaxation, so it holds for every policy that runs on `cluster`: an engine step takes StepModel.seconds of its
+tokens (1 + drafts, summed) and contexts, makes 1 + p + ... + p^w tokens on average of a sample with w drafts, and its
+batch fits max_running and the KV capacity. If tokens are drawn rather than expected, so are the times they bound.
+Drafting is free here; a group's prompt is computed at least once, by a replica that does nothing else meanwhile. Called
+with every simulation.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ HEAD_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of a step's own time that are divided by head rather than by room; each gives a bound."""
 
 POINTS = 33
-"""Context lengths at which a sample's cost is worked out. More make the bounds tighter by less than 0.1 %."""
+"""Number of context lengths at which a sample's cost is worked out. More make the bounds tighter by less than 0.1 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
     """All samples as arrays: tokens of the prompt and of the answer, and by drafts the tokens of a step: [samples,
-    w]."""
+    w].
+    """
 
     prompt_tokens: np.ndarray
     tokens: np.ndarray
@@ -34,10 +35,11 @@ class Samples:
     def least_costs(
         self, step: StepModel, own_s: Sequence[float], room_s: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of a token where each answer has this many tokens, those numbers, and the max tokens of a step.
+        """Returns seconds of a token when each answer has this many tokens, those numbers, and the max tokens of a
+        step.
 
-        To a step with w drafts a sample adds own_s[w], the time to read its context, and room_s for each token that
-        its answer has. A step reads the context it starts with: the token at x may cost what it would `stride` earlier.
+        To a step with w drafts a sample adds own_s[w], the time to read its context, and room_s for each token that its
+        answer has. A step reads the context it starts with: the token at x may cost what it would `stride` earlier.
         """
         stride = np.minimum(self.made[:, -1], self.tokens)
         at = np.linspace(np.zeros(len(stride)), self.tokens - stride, POINTS)
@@ -46,13 +48,16 @@ class Samples:
         return np.minimum.reduce(costs), at, stride
 
     def least_s(self, step: StepModel, own_s: Sequence[float], room_s: float = 0.0) -> np.ndarray:
-        """Of each sample, the integral over its answer. Of straight lines the cheapest is concave, so that straight
-        pieces between points stay below it."""
+        """Returns for each sample the integral over its answer. The cheapest of straight lines is concave, so that
+        straight pieces between points stay below it.
+        """
         cost, at, stride = self.least_costs(step, own_s, room_s)
         return np.trapezoid(cost, at, axis=0) + stride * cost[0]
 
     def least_kv(self, step: StepModel, own_s: Sequence[float]) -> np.ndarray:
-        """Of each sample, token-seconds of its answer's KV: the same pieces times the tokens there, integrated."""
+        """Returns for each sample the token-seconds of its answer's KV: the same pieces times the tokens there,
+        integrated.
+        """
         cost, at, _ = self.least_costs(step, own_s, 0.0)
         (a, b), (c, d) = (at[:-1], at[1:]), (cost[:-1], cost[1:])
         return ((b - a) * (2 * a * c + a * d + b * c + 2 * b * d)).sum(axis=0) / 6
@@ -61,12 +66,12 @@ class Samples:
 def bounds(
     groups: Sequence[WorkloadGroup], cluster: Cluster, acceptance: Chances | None = None, most_drafts: int = 0
 ) -> dict[str, float]:
-    """Lower bounds in seconds of the time from submission of `groups` to the end of their last sample.
+    """Returns lower bounds in seconds of the time from submission of `groups` to the end of their last sample.
 
-    work_s: all replica time there is must hold the min replica time of every token (see `_work_s`).
+    work_s: the time of all replicas together must hold the min replica time of every token (see `_work_s`).
     longest_s: a sample's steps come one after another, and none is shorter than if it ran alone.
-    memory_s: the KV capacity of all replicas, over time, must hold each answer's KV for the min time of
-    its steps. (Never above work_s, as no answer is larger than the capacity. A prompt's KV may be shared: left out.)
+    memory_s: the KV capacity of all replicas, over time, must hold each answer's KV for the min time of its steps.
+    (Never above work_s, as no answer is larger than the capacity. A prompt's KV may be shared: left out.)
     best_s: the max of them. All are 0 without groups; drafts without an acceptance are never right.
     """
     if not groups:
@@ -87,20 +92,22 @@ def bounds(
 def alone_s(
     group: WorkloadGroup, index: int, model: ReplicaModel, acceptance: Chances | None = None, most_drafts: int = 0
 ) -> float:
-    """Of one sample, the seconds of its steps one after another with the best drafts: its part of longest_s, without
-    its prompt."""
+    """Returns the seconds of one sample's steps one after another with the best drafts: its part of longest_s, without
+    its prompt.
+    """
     samples = _samples([group], acceptance, most_drafts)
     alone = [model.step.seconds(1 + w, 0) for w in range(samples.made.shape[1])]
     return float(samples.least_s(model.step, alone)[index])
 
 
 def _work_s(samples: Samples, model: ReplicaModel) -> float:
-    """Min replica time of all answers: a token costs its sample's part of a step over the step's tokens, or more.
+    """Returns the min replica time of all answers: a token costs its sample's part of a step over the step's tokens, or
+    more.
 
-    A step's own time (base, and experts read) is divided in two ways, or a mean of both, and each gives a
-    bound. By head: of n <= N = max_running samples each bears (base + E(N)) / N, as E, the experts' seconds by tokens,
-    is concave and 0 at 0. By room: answers of x tokens bear (base + E(K / X)) * x / K, K the KV capacity and X the
-    longest answer; these x sum to at most K, and n >= sum / X, so that E(n) >= E(sum / X) >= E(K / X) * sum / K.
+    A step's own time (base, and experts read) is divided in two ways, or by a mean of both, and each gives a bound. By
+    head: of n <= N = max_running samples each bears (base + E(N)) / N, as E, the experts' seconds by tokens, is concave
+    and 0 at 0. By room: answers of x tokens bear (base + E(K / X)) * x / K, K the KV capacity and X the longest answer;
+    these x sum to at most K, and n >= sum / X, so that E(n) >= E(sum / X) >= E(K / X) * sum / K.
     """
     step, most, capacity = model.step, model.max_running, model.kv_capacity_tokens
     fewest = max(1.0, capacity / float(samples.tokens.max()))
@@ -113,7 +120,7 @@ def _work_s(samples: Samples, model: ReplicaModel) -> float:
 
 
 def _samples(groups: Sequence[WorkloadGroup], acceptance: Chances | None, most_drafts: int) -> Samples:
-    """With all mates' tokens and all history known, since more evidence is never worse."""
+    """Returns the samples with all mates' tokens and all history known, since more evidence is never worse."""
     rows = [(group, index) for group in groups for index in range(len(group.lengths))]
     made = np.ones((len(rows), 1))
     if acceptance is not None and most_drafts:

@@ -1,7 +1,8 @@
-"""Laws of a simulated run, from the core's events and actions alone: conservation, no preemption, time.
+"""Laws of a simulated run, checked from the core's events and actions alone: conservation, no preemption, time.
 
-A race is decided here again: its chunk is the first to end, or an original that is aborted; the others are beaten.
-Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be checked.
+A race is decided here again: its winner is the first chunk to end, or an original that is aborted; the others are
+beaten. Invariant: it reads no state of the core, of the host or of a replica. Called by `Host` if a run is to be
+checked.
 """
 
 from tailrace.lab.simulator.types import Workload, WorkloadGroup
@@ -21,8 +22,9 @@ class LawBroken(AssertionError):
 
 
 class Checks:
-    """`reserves`: whether the core's reservations are to keep within KV capacity (law 5). `overlaps`: a step may begin
-    before the last one has ended."""
+    """`reserves`: whether the core's reservations are to stay within the KV capacity (law 5). `overlaps`: a step may
+    begin before the last one has ended.
+    """
 
     def __init__(self, reserves: bool, overlaps: bool = False):
         self._reserves, self._overlaps = reserves, overlaps
@@ -36,14 +38,14 @@ class Checks:
         self._now = 0.0
 
     def submit(self, lengths: dict[str, int]) -> None:
-        """True lengths, by id, of the samples of the step that begins."""
+        """Takes the true lengths, by id, of the samples of the step that begins."""
         left = self._left.keys() & lengths.keys() if self._overlaps else self._left
         self._demand(not left, f"{len(left)} samples of the last step have not ended")
         self._left |= lengths
         self._made |= dict.fromkeys(lengths, 0)
 
     def turn(self, sample_id: str, length: int) -> None:
-        """A later turn, of this true length, comes as a request of its own."""
+        """Records that a later turn, of this true length, comes as a request of its own."""
         self._left[sample_id], self._made[sample_id] = length, 0
 
     def event(self, event: Event) -> None:
@@ -94,7 +96,7 @@ class Checks:
                 self._demand(left == 0, f"{action.sample_id} has ended with {left} tokens left to make")
 
     def end(self, preemptions: int) -> None:
-        """The run is over, with this number of preempted chunks."""
+        """Records that the run is over, with this number of preempted chunks."""
         self._demand(not self._left and not self._running, f"{len(self._left)} samples have not ended")
         self._demand(not (preemptions and self._reserves), f"{preemptions} preemptions despite reservations")
 
@@ -104,8 +106,9 @@ class Checks:
 
 
 def check_step(workload: Workload, step: int, room: int) -> None:
-    """Raises ValueError where a step cannot be run: lengths beyond their bounds, or more context than `room`, the KV
-    of a replica in tokens."""
+    """Raises ValueError if a step cannot be run: lengths beyond their bounds, or more context than `room`, the KV of a
+    replica in tokens.
+    """
     groups, most = workload.steps[step], workload.max_tokens
     lengths = [length for group in groups for length in group.lengths]
     if not 1 <= min(lengths) <= max(lengths) <= most:
@@ -116,5 +119,5 @@ def check_step(workload: Workload, step: int, room: int) -> None:
 
 
 def _outside_tokens(group: WorkloadGroup) -> int:
-    """Of the sample with the most of them."""
+    """Returns the outside tokens of the sample with the most of them."""
     return max((sum(gap.outside_tokens for gap in gaps) for gaps in group.gaps), default=0)

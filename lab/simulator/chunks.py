@@ -1,7 +1,7 @@
 """Records of the host and the replicas about a group, a sample and a running chunk.
 
-Plain records. Invariant: only `SimulatedSample.length` is a truth that no live shell knows; it leaves the host in
-`ended` alone, and for the oracle. Written by `Host` and `Replica`, read by `Speculation`.
+Plain records. Invariant: only `SimulatedSample.length` is unknown to the real service; it leaves the host in `ended`
+alone, and for the oracle. Written by `Host` and `Replica`, read by `Speculation`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from tailrace.lab.simulator.types import Gap, WorkloadGroup
 
 
 class GroupProgress:
-    """A group of a step, and how many of its samples have begun to run."""
+    """A group of a step, and the number of its samples that have begun to run."""
 
     __slots__ = ("begun", "group", "step")
 
@@ -51,12 +51,12 @@ class SimulatedSample:
 
     @property
     def gap(self) -> Gap | None:
-        """After the present turn, or None after the last one."""
+        """Returns the gap after the present turn, or None after the last one."""
         return self.gaps[self.turn] if self.turn < len(self.gaps) else None
 
     @property
     def until(self) -> int:
-        """Tokens at which the present turn ends."""
+        """Returns the tokens at which the present turn ends."""
         return self.gap.tokens if self.gap else self.length
 
     @property
@@ -64,7 +64,7 @@ class SimulatedSample:
         return self.progress.group.prompt_tokens + self.outside + self.made
 
     def begin_turn(self) -> None:
-        """A tool has answered."""
+        """Continues after a tool's answer."""
         self.returned += self.context - self.fresh
         self.outside += self.gap.outside_tokens
         self.fresh += self.gap.outside_tokens
@@ -72,7 +72,7 @@ class SimulatedSample:
         self.turn += 1
 
     def take(self, chunk: "SimulatedChunk") -> None:
-        """A chunk of it has stopped, and counts."""
+        """Adds the tokens of a chunk of this sample that has stopped, and counts."""
         self.made += int(chunk.made)
         self.fresh = 0
         self.stored, self.freed_kv, self.replica = chunk.stored, chunk.freed_kv, chunk.replica
@@ -83,11 +83,11 @@ class SimulatedSample:
 class SimulatedChunk:
     """A chunk that is to make `tokens` tokens, as a replica runs it.
 
-    As of virtual step `since` it has made `made`; from there it makes `rate` tokens a step, of which it computes
-    `cost`, and ends at `end_step`. Before its first step it computes `prefill` tokens of its context; `pulled` come
-    from the pool, which holds `stored`. It takes part in the share `part` of the steps. `over`: it has left its replica
-    for good; `keeps`: then its new KV is stored. `method`: None unless it is a copy that races; then the draft method
-    that it races with. Nothing that it does is its sample's before `Sample.take`.
+    At virtual step `since` it has made `made`; from there it makes `rate` tokens a step, of which it computes `cost`,
+    and ends at `end_step`. Before its first step it computes `prefill` tokens of its context; `pulled` come from the
+    pool, which holds `stored`. It takes part in the share `part` of the steps. `over`: it has left its replica for
+    good; `keeps`: then its new KV is stored. `method`: None unless it is a copy that races; then the draft method that
+    it races with. Its sample changes only by `Sample.take`.
     """
 
     __slots__ = ("aborted", "accepted_last", "begin_made", "begin_s", "begin_step", "chunk_id",
@@ -118,16 +118,16 @@ class SimulatedChunk:
 
     @property
     def generated(self) -> int:
-        """Answer tokens as of step `since`."""
+        """Returns the answer tokens at step `since`."""
         return self.start + int(self.made)
 
     @property
     def accepted(self) -> float:
-        """Draft tokens: every verification makes one token besides."""
+        """Returns the accepted draft tokens: every verification makes one token besides."""
         return max(0.0, int(self.made) - self.verifications)
 
     def settle(self, step: int) -> None:
-        """Write down the steps since `since`."""
+        """Records the steps since `since`."""
         steps = step - self.since
         if steps:
             self.made += self.rate * steps
@@ -137,11 +137,11 @@ class SimulatedChunk:
             self.since = step
 
     def pace(self, rate: float, cost: float, part: float = 1.0, tests: float = 0.0) -> None:
-        """From step `since` on; the last step may overshoot; the excess is not counted."""
+        """Sets the pace from step `since` on. The last step may overshoot; the excess is not counted."""
         self.rate, self.cost, self.part, self.tests = rate, cost, part, tests
         steps = (self.tokens - self.made) / rate
         self.end_step = self.since + max(1, -int(-(steps - ROUNDING) // 1))
 
 
 ROUNDING = 1e-6
-"""Steps: a rest of a step below it comes from adding fractions."""
+"""Number of steps: a smaller rest of a step comes from adding fractions."""

@@ -1,11 +1,11 @@
-"""Draft models on replicas: drafting and verifying in turn (coupled), or at once on GPUs of their own (SpecActor 4.1).
+"""Draft models on replicas: drafting and verifying in turn (coupled), or at once on separate GPUs (SpecActor 4.1).
 
 All samples of a replica share its rounds. A round verifies V seconds; the draft model of each method takes its longest
-window times D(b). Where no sample drafts ahead, drafts come first and the times add; else both run in parallel and the
-longer counts. A sample that drafts ahead has tau_exact tokens a round, and sits out the round after a wrong window. One
-that waits, beside others that do not, is verified every second round, drafted in the other. Alone, a sample that drafts
-ahead waits for nobody (`policies.models.spec_cost_model`). Invariant: chances are a function of (seed, method, sample),
-and methods differ by sample; only the replica knows them. Called by `Replica`.
+window times D(b). If no sample drafts ahead, drafts come first and the times add; else both run in parallel and the
+longer counts. A sample that drafts ahead has tau_exact tokens a round, and skips the round after a wrong window. One
+that waits, beside others that do not, is verified every second round, and drafted in the other. Alone, a sample that
+drafts ahead waits for nobody (`policies.models.spec_cost_model`). Invariant: chances are a function of (seed, method,
+sample), and methods differ by sample; only the replica knows them. Called by `Replica`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,15 +46,16 @@ MOST_WINDOW = 16
 
 
 class DraftSetup(NamedTuple):
-    """How one sample is drafted: `window` tokens by `method`, ahead of verification or not; 0: plain decoding."""
+    """The way to draft one sample: `window` tokens by `method`, ahead of verification or not; 0: plain decoding."""
 
     method: ModelledMethod
     window: int
     ahead: bool
 
     def shares(self, p: float, turns: bool) -> tuple[float, float, float]:
-        """Tokens made, tokens computed and verifications in a round. `turns`: a waiting sample is drafted in one
-        round and verified in the next."""
+        """Returns tokens made, tokens computed and verifications in a round. `turns`: a waiting sample is drafted in
+        one round and verified in the next.
+        """
         width = self.window + 1
         if self.ahead:
             part = 1 / (2 - p**self.window)
@@ -65,8 +66,9 @@ class DraftSetup(NamedTuple):
 
 @dataclass(frozen=True)
 class Odds:
-    """How likely drafts are right, by method and sample: the method's table for a sample without mates, the odds times
-    a log-normal factor of its own."""
+    """The odds that drafts are right, by method and sample: the method's table for a sample without mates, the odds
+    times a log-normal factor of the sample's own.
+    """
 
     seed: int
     spread: float = METHOD_SPREAD
@@ -84,7 +86,7 @@ class Odds:
         return self._known[name, group.predictability]
 
     def facing(self, method: ModelledMethod) -> ModelledMethod:
-        """It with each sample's own chances, for bounds."""
+        """Returns the method with each sample's own chances, for bounds."""
         return replace(method, acceptance=Faces(self, method))
 
 
@@ -102,8 +104,8 @@ class Faces:
 class DraftModelSpeculation:
     """The `Speculation` of a replica whose own samples are drafted by `way`, and copies by the way of their method.
 
-    With `policy`, Algorithm 2 every RECONFIGURE_STEPS: acceptance is then known to a hundredth, so the measured value
-    is the chance itself.
+    With `policy`, Algorithm 2 runs every RECONFIGURE_STEPS: acceptance is then known to a hundredth, so the measured
+    value is the chance itself.
     """
 
     def __init__(
@@ -150,7 +152,9 @@ class DraftModelSpeculation:
         return self._own.get(chunk.sample.sample_id, self._way)
 
     def _alone(self, way: DraftSetup, p: float, context_tokens: float, steps: int) -> Pace:
-        """Windows start w D or V apart, whichever is longer, after a right one, and w D + V after a wrong one."""
+        """Returns the pace of a single sample: windows start w D or V apart, whichever is longer, after a right one,
+        and w D + V after a wrong one.
+        """
         draft_s = way.window * way.method.draft_s(1)
         verify_s = self._step.seconds(way.window + 1, context_tokens)
         right = p**way.window
@@ -166,7 +170,9 @@ class DraftModelSpeculation:
 
 
 def drafts_s(ways: Sequence[DraftSetup]) -> float:
-    """One draft model after the other, each over all of its samples, until the longest window is full."""
+    """Returns the seconds of one draft model after the other, each over all of its samples, until the longest window is
+    full.
+    """
     batches: dict[str, tuple[ModelledMethod, int, int]] = {}
     for way in ways:
         if way.window:
@@ -178,8 +184,9 @@ def drafts_s(ways: Sequence[DraftSetup]) -> float:
 def best_way(
     method: ModelledMethod, p: float, verifier: VerifierCost, samples: int, may_run_ahead: bool = True
 ) -> tuple[DraftSetup, float]:
-    """Of all windows, coupled or ahead where a drafter has to be waited for, the most tokens a second of each of
-    `samples` samples; and that."""
+    """Returns the way with the most tokens a second of each of `samples` samples, and these tokens a second: among all
+    windows, coupled, or ahead if a drafter has to be waited for.
+    """
     drafter = DrafterCost(1, method.token_s, method.base_s)
     rated = [(coupled_tokens_s(p, drafter, verifier, samples, w), -w, False) for w in range(MOST_WINDOW + 1)]
     if may_run_ahead and method.draft_s(1):

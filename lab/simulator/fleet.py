@@ -1,6 +1,6 @@
-"""The replicas of a simulated cluster, and their own reports to the core.
+"""The replicas of a simulated cluster, and their reports to the core.
 
-Invariant: a report holds only values that a live replica could have measured by then. Called by `Host`.
+Invariant: a report holds only values that a real replica could have measured by then. Called by `Host`.
 """
 
 from collections import deque
@@ -18,15 +18,16 @@ BLOCK_TOKENS = 16
 """vLLM's default on GPUs."""
 
 UNBOUNDED_TOKENS = 1 << 40
-"""KV of a replica as reported to a core that does not reserve any."""
+"""KV of a replica, as reported to a core that does not reserve any."""
 
 MEASURE_S = 60.0
-"""Between two reports of a replica's performance, of which each costs an event: batches change over minutes."""
+"""Seconds between two reports of a replica's performance, each of which costs an event: batches change over minutes."""
 
 
 class ModelledFleet:
-    """`cluster.replicas` of them, by id in `by_id`; `order`: those that are up, as they joined; `starting`: those that
-    will be."""
+    """`cluster.replicas` modelled replicas, by id in `by_id`. `order`: those that are up, as they joined; `starting`:
+    those that will be.
+    """
 
     def __init__(self, cluster: Cluster, speculation: Callable[[int], Speculation], spans: list[Span] | None):
         self.model, self._per_node = cluster.replica, cluster.per_node
@@ -43,14 +44,15 @@ class ModelledFleet:
         self._stopping: deque[float] = deque()  # until when, of those that went
 
     def occupying(self, now: float) -> int:
-        """Replicas that are up, start or stop."""
+        """Returns the number of replicas that are up, start or stop."""
         while self._stopping and self._stopping[0] <= now:
             self._stopping.popleft()
         return len(self.order) + len(self.starting) + len(self._stopping)
 
     def resize(self, wanted: int, now: float) -> tuple[list[int], list[ReplicaLeft]]:
-        """Change the number, as Serve would. Returns indexes of the replicas that begin to start, and events of those
-        that leave at once. Starts that are no longer wanted are cancelled first."""
+        """Changes the number, as Serve would. Returns indexes of the replicas that begin to start, and events of those
+        that leave at once. Starts that are no longer wanted are cancelled first.
+        """
         while self.starting and len(self.order) + len(self.starting) > wanted:
             self.starting.remove(max(self.starting))
         absent = [i for i in range(len(self.replicas)) if i not in self.order and i not in self.starting]
@@ -63,11 +65,11 @@ class ModelledFleet:
         return begin, [ReplicaLeft(now, replica_id, "given back") for replica_id in leaving]
 
     def room_tokens(self) -> int:
-        """Context of the longest sample that a replica can hold."""
+        """Returns the context of the longest sample that a replica can hold."""
         return self.model.kv_capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS - self.draft_tokens
 
     def joins(self, indexes: Iterable[int], reserves: bool, now: float) -> list[ReplicaJoined | ReplicaMeasured]:
-        """These are up from now on; `reserves`: the core is to keep within their KV and places."""
+        """Lets these replicas be up from now on; `reserves`: the core is to stay within their KV and places."""
         joining = [self.replicas[index] for index in indexes]
         self.order += [replica.index for replica in joining]
         self.starting.difference_update(indexes)
@@ -75,7 +77,7 @@ class ModelledFleet:
         return [*joins, *(self._measure(replica, now) for replica in joining)]
 
     def rejoins(self, replica: ModelledReplica, weights_version: int, reserves: bool, now: float) -> ReplicaJoined:
-        """A replica that is up has loaded other weights; nothing of its KV is read under them."""
+        """Lets a replica that is up join again after it has loaded other weights; none of its KV is read under them."""
         replica.prompts.clear()
         return self._join(replica, weights_version, reserves, now)
 
@@ -99,14 +101,14 @@ class ModelledFleet:
         return f"n{index // self._per_node}"
 
     def measured(self, replica: ModelledReplica, now: float) -> list[ReplicaMeasured]:
-        """A report of its performance, where the last one is old."""
+        """Returns a report of its performance, if the last one is old."""
         if now < self._measured_s[replica.index] + MEASURE_S:
             return []
         self._measured_s[replica.index] = now
         return [self._measure(replica, now)]
 
     def _measure(self, replica: ModelledReplica, now: float) -> ReplicaMeasured:
-        """Steps by tokens as the model has them; a chunk's own seconds are its share of context read."""
+        """Returns steps by tokens as the model has them; a chunk's own seconds are its share of the context read."""
         model, chunks = self.model, len(replica.running)
         drafts, made = replica.lately()
         most = model.max_running * (1 + self.draft_tokens)
@@ -128,7 +130,7 @@ class ModelledFleet:
         return ReplicaMeasured(now, self._ids[replica.index], performance)
 
     def crowd(self, replica: ModelledReplica, now: float) -> list[ModelledReplica]:
-        """A replica has had its turn: those of its node that run something, now that this may have begun or ended."""
+        """Returns the replicas of this one's node that run something, after its turn: this may have begun or ended."""
         if self.model.alone_share == 1.0:
             return []
         first = replica.index // self._per_node * self._per_node
@@ -138,13 +140,14 @@ class ModelledFleet:
         return busy
 
     def load(self, now: float) -> tuple[int, int]:
-        """Chunks that run, and tokens of KV that they hold."""
+        """Returns the chunks that run, and the tokens of KV that they hold."""
         running = sum(len(replica.running) for replica in self.replicas)
         return running, round(sum(replica.context_at(now) for replica in self.replicas))
 
     def bring(self, chunk: SimulatedChunk, min_pull_tokens: int | None, now: float) -> float:
-        """The sources of the KV of a starting chunk's context: KV still on its replica or shared with a mate; then the
-        pool's, if worth a pull; the rest is computed. Returns the seconds of the pull."""
+        """Chooses the sources of the KV of a starting chunk's context: first KV that is still on its replica or shared
+        with a mate; then the pool's, if worth a pull; the rest is computed. Returns the seconds of the pull.
+        """
         sample, replica, model = chunk.sample, chunk.replica, self.model
         here = replica.cached(chunk.context - sample.fresh, sample.freed_kv, now)
         if sample.progress in replica.prompts:
@@ -159,5 +162,5 @@ class ModelledFleet:
         return model.fetch_base_s + chunk.pulled / model.fetch_tokens_s if chunk.pulled else 0.0
 
     def save_s(self, chunk: SimulatedChunk) -> float:
-        """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may continue."""
+        """Returns the seconds until the pool holds all KV of a chunk that has stopped, and its sample may continue."""
         return self.model.fetch_base_s + (chunk.context + int(chunk.made) - chunk.stored) / self.model.fetch_tokens_s

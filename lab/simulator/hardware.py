@@ -15,7 +15,7 @@ from tailrace.lab.simulator.types import ReplicaModel, StepModel
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Of one GPU; operations dense; `link_bytes_s` of NVLink in one direction."""
+    """Figures of one GPU; operations dense; `link_bytes_s` of NVLink in one direction."""
 
     memory_bytes: float
     memory_bytes_s: float
@@ -46,12 +46,14 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, in BF16."""
+        """Returns the bytes of KV of one token, in BF16."""
         return 2 * self.layers * self.kv_values
 
     @property
     def expert_parameters(self) -> float:
-        """All routed experts: active = rest + chosen / experts of them, and total = rest + all of them."""
+        """Returns the number of parameters of all routed experts: active = rest + chosen / experts of them, and total =
+        rest + all of them.
+        """
         if not self.experts:
             return 0.0
         return (self.parameters - self.active_parameters) / (1 - self.chosen / self.experts)
@@ -184,7 +186,9 @@ MODELS = {
 }
 
 NETWORK_BYTES_S = 50e9
-"""Per GPU, in one direction: 400 Gbit/s RDMA (SpecActor 5.1; DeepEP's H800 nodes have as much)."""
+"""Bytes per second of each GPU's network, in one direction: 400 Gbit/s RDMA (SpecActor 5.1; DeepEP's H800 nodes have as
+much).
+"""
 
 MAX_RUNNING = 1024
 """vLLM 0.32's default of max_num_seqs on GPUs of 70 GB or more, for each data-parallel rank."""
@@ -192,42 +196,48 @@ MAX_RUNNING = 1024
 # ---- assumed ---------------------------------------------------------------------------------------------
 
 MEMORY_SHARE = 0.9
-"""Of GPU memory, for weights and KV: vLLM 0.32 takes 0.92 by default; assumed that activations and graphs need 0.02."""
+"""Share of GPU memory for weights and KV: vLLM 0.32 takes 0.92 by default; assumed that activations and graphs need
+0.02.
+"""
 
 READ_SHARE = 0.8
-"""Assumed, of peak memory bandwidth: streaming kernels on HBM are commonly measured at 75 to 90 %."""
+"""Assumed share of peak memory bandwidth: streaming kernels on HBM are commonly measured at 75 to 90 %."""
 
 COMPUTE_SHARE = 0.5
-"""Assumed, of dense peak, for products as thin as decoding has and for prefill: tuned training reaches 40 to 55 %."""
+"""Assumed share of the dense peak, for products as thin as decoding has and for prefill: tuned training reaches 40 to
+55 %.
+"""
 
 SEND_SHARE = 0.8
-"""Assumed, of a link's bandwidth: DeepEP measures 43 to 47 of 50 GB/s with messages larger than decoding sends."""
+"""Assumed share of a link's bandwidth: DeepEP measures 43 to 47 of 50 GB/s with messages larger than decoding sends."""
 
 STEP_S = 3e-3
-"""Assumed, per step: schedule, launch captured graphs, sample, return tokens. Published profiles of vLLM's decode show
-2 to 5 ms between forward passes."""
+"""Assumed seconds per step: schedule, launch captured graphs, sample, return tokens. Published profiles of vLLM's
+decode show 2 to 5 ms between forward passes.
+"""
 
 REDUCE_S = 15e-6
-"""Assumed, latency of one all-reduce inside a node; two per layer."""
+"""Assumed latency of one all-reduce inside a node; two per layer."""
 
 EXCHANGE_S = 25e-6
-"""Assumed, latency of one all-to-all between nodes; dispatch and combine per layer of experts."""
+"""Assumed latency of one all-to-all between nodes; dispatch and combine per layer of experts."""
 
 START_S, LOAD_BYTES_S = 20.0, 5e9
-"""Assumed, until a replica is up: process, engine and captured graphs; and its weights, in bytes per second on each
-GPU, as from a node's shared NVMe or a peer."""
+"""Assumed seconds until a replica is up: process, engine and captured graphs; and the speed of loading its weights, in
+bytes per second on each GPU, as from a node's shared NVMe or a peer.
+"""
 
 STOP_S = 2.0
-"""Assumed, until the GPUs of a replica that goes are free: Serve's control loop and the end of its processes."""
+"""Assumed seconds until the GPUs of a replica that goes are free: Serve's control loop and the end of its processes."""
 
 FETCH_S = 0.02
-"""Assumed, before the first byte of KV from the pool: two round trips to its master and a step of the engine."""
+"""Assumed seconds before the first byte of KV from the pool: two round trips to its master and a step of the engine."""
 
 
 def replica_model(
     gpu: str, model: str, gpus_per_replica: int, memory_share: float = MEMORY_SHARE, max_running: int = MAX_RUNNING
 ) -> ReplicaModel:
-    """A replica of `gpus_per_replica` GPUs. Raises ValueError for an unknown name or where the weights do not fit.
+    """Returns a replica of `gpus_per_replica` GPUs. Raises ValueError for an unknown name or if the weights do not fit.
 
     Dense models are split over the GPUs (tensor parallelism). Mixtures of experts on several GPUs split experts and
     requests, `max_running` for each, and keep all other weights on each (expert parallelism with data-parallel
@@ -265,7 +275,7 @@ def replica_model(
 def from_profile(
     profile: dict, kv_capacity_tokens: int, max_running: int, fetch_tokens_s: float, fetch_base_s: float
 ) -> ReplicaModel:
-    """The engine that `tailrace profile --json` has measured; the pool's speeds come from `bench kvpool`.
+    """Returns the engine that `tailrace profile --json` has measured; the pool's speeds come from `bench kvpool`.
 
     Steps by the profile's fit; prefill by the slope of its least-squares line over prompt lengths.
     """
@@ -287,7 +297,7 @@ def from_profile(
 
 
 def _communication(g: Gpu, m: Model, n: int) -> tuple[float, float]:
-    """Seconds that a step, and each of its tokens, spends in collectives.
+    """Returns the seconds that a step, and each of its tokens, spends in collectives.
 
     Tensor parallel: two ring all-reduces of `hidden` BF16 values per layer. Experts: each token's values go to its
     chosen experts in FP8 and come back in BF16, from each GPU its share of the tokens.

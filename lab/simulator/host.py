@@ -1,10 +1,11 @@
-"""The simulated shell of `RolloutCore`: the core that a live coordinator drives, on a clock that jumps.
+"""The simulated host of `RolloutCore`: it drives the same core as the coordinator of the service, on a clock that
+jumps.
 
 One turn reads observe, decide, act, as `deployments.coordinator.rollouts` does. Events of one instant are all observed
-before the core decides once. Invariant: the core gets no more than from a live shell (law 3), and a run is a
-function of its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, by which nothing is
-gained here), where in the pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once
-nothing runs of the last one, copies that were beaten included. Called by `tailrace simulate` by way of `simulate`.
+before the core decides once. Invariant: the core gets no more than in the service (law 3), and a run is a function of
+its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, which gains nothing here), where in
+the pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once no sample of the last
+one runs, beaten copies included. Called by `tailrace simulate` by way of `simulate`.
 """
 
 from collections.abc import Callable
@@ -36,14 +37,17 @@ from tailrace.policies.protocol.actions import (
 )
 
 HOLD_S = 3600.0
-"""For which a sample is held between two turns: the longest that a session takes."""
+"""Seconds for which a sample is held between two turns: the longest that a session takes."""
 
 KEPT_S = 60.0
-"""For which the pool keeps the prompt of a request that has ended (`IDLE_S` of `deployments.batches.open_sessions`)."""
+"""Seconds for which the pool keeps the prompt of a request that has ended (`IDLE_S` of
+`deployments.batches.open_sessions`).
+"""
 
 TICK_S = 1.0
-"""Between ticks at which nothing has come, where the core looks around by itself: a live one looks more often, and
-waits as long between two looks for races, and before it gives replicas back."""
+"""Seconds between ticks without other events, at which the core looks around by itself: in the service it looks more
+often, and waits as long between two looks for races, and before it gives replicas back.
+"""
 
 
 def simulate(
@@ -63,13 +67,13 @@ def simulate(
     system: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulatedRun:
-    """Roll the workload out, step by step, each submitted when the last one has ended. `admission`: the core reserves
+    """Rolls the workload out, step by step, each submitted when the last one has ended. `admission`: the core reserves
     KV; without it replicas queue and preempt as vLLM does. Drafts are made by `policies.drafting` with chances by
     `acceptance`, or by the `speculation` of a replica's index; with neither there are none. `elastic`: within these
     limits `policies.tail` says how many replicas there are; a start takes the model's start_s. `reveal`: true lengths
     go to the core, which only `oracle_longest_first` takes. `holds`: a sample is held between its turns; else each turn
-    is a new request, known from no other. `check`: raise LawBroken where a law breaks. `progress` gets the numbers of
-    ended and all samples. Raises ValueError where a sample can never fit on a replica, or fails, and for
+    is a new request that is related to no other. `check`: raise LawBroken if a law breaks. `progress` gets the numbers
+    of ended and all samples. Raises ValueError if a sample can never fit on a replica, or fails, and for
     `policies.racing` without a `speculation` that knows its methods.
     """
     if speculation is None:
@@ -97,7 +101,7 @@ def simulate(
 
 
 class SimulatedHost:
-    """The shell of the module docstring. Its hooks (`_begin`, `_acted`, `_took`, `_group_ended`) are for a learner."""
+    """The host of the module docstring. Its hooks (`_begin`, `_acted`, `_took`, `_group_ended`) are for a learner."""
 
     overlaps = False
     """Whether several steps are in flight; then samples of the earlier one go first."""
@@ -106,7 +110,7 @@ class SimulatedHost:
         self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
         self._spans, self._progress = spans, progress
         self._core = RolloutCore(policies, limits=elastic)
-        self._booked = [inf] * len(fleet.replicas)  # when time of each replica's next turn in the heap
+        self._booked = [inf] * len(fleet.replicas)  # time of each replica's next turn in the heap
         self._heap: list[tuple] = []  # (time, number, function, argument)
         self._inbox: list[ev.Event] = []
         self._now, self._number, self._events = 0.0, 0, 0
@@ -124,7 +128,7 @@ class SimulatedHost:
     # ---- the loop --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Observe, decide, act, until nothing is left to happen."""
+        """Observes, decides and acts, until nothing is left to happen."""
         self._begin()
         while True:
             while self._inbox or self._ticked:
@@ -143,19 +147,19 @@ class SimulatedHost:
             self._checks.end(sum(ended.preemptions for ended in self._ended))
 
     def _begin(self) -> None:
-        """At the first instant."""
+        """Runs at the first instant."""
         self._submit()
 
     def _acted(self) -> None:
-        """After the actions of a decision: the next step, once nothing is left of the last one."""
+        """Runs after the actions of a decision: submits the next step, once nothing is left of the last one."""
         if len(self._ended) < self._total and not (self._samples or self._running or self._away):
             self._submit()
 
     def _took(self, chunk: SimulatedChunk) -> None:
-        """A chunk's tokens have been added to its sample."""
+        """Runs after a chunk's tokens have been added to its sample."""
 
     def _group_ended(self, group_id: str) -> None:
-        """All samples of a group have ended."""
+        """Runs after all samples of a group have ended."""
 
     def _observe(self) -> None:
         inbox, self._inbox, self._ticked = self._inbox, [], False
@@ -206,7 +210,7 @@ class SimulatedHost:
     # ---- steps and samples ---------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        """The next step's groups, and where all is revealed, their truth."""
+        """Submits the next step's groups, with their true lengths if all is revealed."""
         self._step += 1
         if not self._step:
             self._inbox += self._fleet.joins(range(len(self._fleet.replicas)), self._admission, self._now)
@@ -237,7 +241,7 @@ class SimulatedHost:
         self._inbox.append(self._batch(tuple(specs), is_open=requests))
 
     def _batch(self, specs: tuple[ev.GroupSpec, ...], is_open: bool = False) -> ev.SamplesSubmitted:
-        """Groups of the present step. `is_open`: more come."""
+        """Returns groups of the present step. `is_open`: more come."""
         return ev.SamplesSubmitted(
             now=self._now,
             batch_id=f"step-{self._step}",
@@ -313,7 +317,7 @@ class SimulatedHost:
             self._book(mate)
 
     def _stopped(self, chunk: SimulatedChunk) -> None:
-        """A chunk has left its replica; if its sample continues, its new KV goes to the pool first."""
+        """Ends a chunk's stay on its replica; if its sample continues, its new KV goes to the pool first."""
         chunk.over = True
         sample = chunk.sample
         goes_on = chunk.keeps and chunk.generated < (sample.length if self._holds else sample.until)
@@ -399,7 +403,7 @@ class SimulatedHost:
     # ---- turns -----------------------------------------------------------------------------------------------
 
     def _leave(self, sample: SimulatedSample) -> None:
-        """A turn has ended: its tool runs. A sample that has but one turn has no tool, and its driver says so."""
+        """Ends a turn: its tool runs. A sample that has but one turn has no tool, and its driver says so."""
         if sample.gap is None:
             self._inbox.append(ev.SampleCancelled(self._now, sample.sample_id))
             return

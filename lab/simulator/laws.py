@@ -18,7 +18,7 @@ from tailrace.lab.simulator.types import Gap, WorkloadGroup
 
 NORMAL = NormalDist()
 LEAST_SPREAD, MOST_SPREAD = 0.02, 3.0
-"""Of log lengths, where `solve` looks: e ** 3 is a factor of 20 for one standard deviation."""
+"""Limits of the spread of log lengths for `solve`: e ** 3 is a factor of 20 for one standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +47,36 @@ class Law:
 
     @property
     def cut(self) -> float:
-        """max_tokens as a normal score of the uncut body."""
+        """Returns max_tokens as a normal score of the uncut body."""
         return math.log(self.max_tokens / self.median_tokens) / self.spread
 
     def quantile(self, share: float) -> float:
-        """Tokens that `share` of the answers do not exceed."""
+        """Returns the tokens that `share` of the answers do not exceed."""
         return self._quantile(share, 0.0, NORMAL.cdf(self.cut))
 
     def lengths(self, scores: Sequence[float], growth: float = 0.0) -> tuple[int, ...]:
-        """Of answers with these normal scores, where the uncut body is e ** growth times as long: 1 to max_tokens."""
+        """Returns the lengths of answers with these normal scores, if the uncut body is e ** growth times as long: 1 to
+        max_tokens.
+        """
         below = NORMAL.cdf(self.cut - growth / self.spread)
         return tuple(max(round(self._quantile(NORMAL.cdf(score), growth, below)), 1) for score in scores)
 
     def _quantile(self, share: float, growth: float, below: float) -> float:
-        """`below`: of the uncut body, the share below max_tokens."""
+        """`below`: the share of the uncut body below max_tokens."""
         if share >= 1 - self.at_cap:
             return float(self.max_tokens)
         score = NORMAL.inv_cdf(min(max(share / (1 - self.at_cap) * below, 1e-300), 1 - 1e-16))
         return min(self.median_tokens * math.exp(growth + self.spread * score), float(self.max_tokens))
 
     def share_within(self, tokens: float) -> float:
-        """Of the answers, those that this many tokens are enough for: the inverse of `quantile`."""
+        """Returns the share of the answers that this many tokens are enough for: the inverse of `quantile`."""
         if tokens >= self.max_tokens:
             return 1.0
         score = math.log(tokens / self.median_tokens) / self.spread
         return (1 - self.at_cap) * NORMAL.cdf(score) / NORMAL.cdf(self.cut)
 
     def mean(self) -> float:
-        """Tokens of an answer on average: E[exp(m + s z) | z < k] = exp(m + s^2 / 2) Phi(k - s) / Phi(k)."""
+        """Returns the mean tokens of an answer: E[exp(m + s z) | z < k] = exp(m + s^2 / 2) Phi(k - s) / Phi(k)."""
         body = math.exp(self.spread**2 / 2) * NORMAL.cdf(self.cut - self.spread) / NORMAL.cdf(self.cut)
         return (1 - self.at_cap) * self.median_tokens * body + self.at_cap * self.max_tokens
 
@@ -87,9 +89,10 @@ def solve(
     quantiles: Mapping[float, float] | None = None,
     at_cap: float = 0.0,
 ) -> tuple[float, float]:
-    """(median_tokens, spread) of the law with two published figures: of mean, spread and quantiles {share: tokens}.
+    """Returns (median_tokens, spread) of the law with two published figures: of mean, spread and quantiles {share:
+    tokens}.
 
-    Raises ValueError unless there are just two, one of them a level, or where no law has both.
+    Raises ValueError unless there are just two, one of them a level, or if no law has both.
     """
     points = sorted((quantiles or {}).items(), key=lambda point: abs(point[0] - 0.5))
     if (mean_tokens is not None) + (spread is not None) + len(points) != 2 or (mean_tokens is None and not points):
@@ -117,7 +120,7 @@ def solve(
 
 
 def _root(excess, low: float, high: float, what: str) -> float:
-    """Where a monotone function is 0, by halving. ValueError names `what` when it is nowhere."""
+    """Returns the place at which a monotone function is 0, by bisection. ValueError names `what` if there is none."""
     rises = excess(high) > 0
     if (excess(low) > 0) == rises:
         raise ValueError(f"no length law has {what}")
@@ -133,15 +136,17 @@ def _root(excess, low: float, high: float, what: str) -> float:
 def draw(
     law: Law, groups: int, samples: int, epochs: int, seed: int, prompt_tokens: int = 0
 ) -> tuple[WorkloadGroup, ...]:
-    """`groups` prompts with `samples` answers each, and those of `epochs` earlier epochs, newest first."""
+    """Draws `groups` prompts with `samples` answers each, and those of `epochs` earlier epochs, newest first."""
     return draw_steps(law, groups, samples, 1, 0.0, seed, epochs, prompt_tokens)[0]
 
 
 def draw_steps(
     law: Law, groups: int, samples: int, steps: int, drift: float, seed: int, epochs: int = 1, prompt_tokens: int = 0
 ) -> tuple[tuple[WorkloadGroup, ...], ...]:
-    """The same prompts in `steps` steps, each an epoch later; log lengths grow by `drift` a step (0.007 in RhymeRL's
-    figure 3a). Each step knows the lengths of the `epochs` epochs before it, newest first; the law holds at step 0."""
+    """Draws the same prompts in `steps` steps, each an epoch later; log lengths grow by `drift` a step (0.007 in
+    RhymeRL's figure 3a). Each step knows the lengths of the `epochs` epochs before it, newest first; the law holds at
+    step 0.
+    """
     rows = [_group_steps(law, f"g{n:05d}", samples, steps, drift, seed, epochs, prompt_tokens) for n in range(groups)]
     return tuple(zip(*rows, strict=True))
 
@@ -170,8 +175,9 @@ def with_gaps(
     outside_tokens: int,
     seed: int,
 ) -> tuple[WorkloadGroup, ...]:
-    """The samples in `turns` turns, or one for each token of shorter ones: their ends are drawn evenly, the seconds of
-    each tool (mean `tool_s`) and its tokens (mean `outside_tokens`) from log-normal laws of this spread."""
+    """Divides the samples into `turns` turns, or one for each token of shorter ones: their ends are drawn evenly, the
+    seconds of each tool (mean `tool_s`) and its tokens (mean `outside_tokens`) from log-normal laws of this spread.
+    """
     return tuple(
         replace(
             group,
@@ -194,7 +200,9 @@ def _gaps(length: int, turns: int, means: tuple[float, float], spread: float, st
 
 
 def _levels(persist: float, noise: Mapping[int, float]) -> Iterator[tuple[int, float]]:
-    """(epoch, level), walking from epoch 0 both ways: the autoregression is reversible, so neither end matters."""
+    """Yields (epoch, level), walking from epoch 0 both ways: the autoregression is reversible, so neither end
+    matters.
+    """
     for direction in (1, -1):
         epoch, level = 0, noise[0]
         while epoch in noise:

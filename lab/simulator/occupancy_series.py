@@ -11,10 +11,10 @@ from math import inf
 from tailrace.lab.simulator.types import Moment
 
 MOST = 512
-"""A picture has hardly more columns, and each moment asks every replica."""
+"""Maximum number of moments: a picture has hardly more columns, and each moment asks every replica."""
 
 QUIET_LOOKS = 8
-"""In a stretch without events."""
+"""Number of looks in a stretch without events."""
 
 
 class OccupancySeries:
@@ -22,10 +22,10 @@ class OccupancySeries:
 
     def __init__(self, look: Callable[[float], Moment]):
         self._look, self._kept, self._gap_s = look, [], 0.0
-        self._lasted_s = 0.0  # the state of the last one
+        self._lasted_s = 0.0  # by the state of the last moment
 
     def note(self, now: float, until: float) -> None:
-        """No event comes after `now` and before `until`."""
+        """Records that no event comes after `now` and before `until`."""
         if until <= now:
             return
         if not self._kept or now >= self._kept[-1].at_s + self._gap_s:
@@ -44,11 +44,11 @@ class OccupancySeries:
             self._thin()
 
     def all(self, now: float) -> tuple[Moment, ...]:
-        """All that are kept, and the last one at `now`."""
+        """Returns all that are kept, and the last one at `now`."""
         return (*(moment for moment in self._kept if moment.at_s < now), self._look(now))
 
     def _thin(self) -> None:
-        """Of moments that are too near to each other, the one that lasted longest."""
+        """Keeps of moments that are too near to each other the one that lasted longest."""
         kept, lasted_s = [self._kept[0]], inf  # a curve begins at the beginning
         for moment, after in pairwise([*self._kept[1:], None]):
             lasts_s = after.at_s - moment.at_s if after else inf

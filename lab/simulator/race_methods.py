@@ -2,8 +2,8 @@
 
 `policies.core.races` decides, in the core; this gives its policy's knowledge: how much faster a method makes a sample
 that runs alone, by its table and the replica's step, and up to how many chunks a replica takes copies. Acceptance is
-the chance that a tested draft token is right, as replicas report it. Invariant: ladders know tables and means alone,
-no sample's own odds. Called by the systems that race.
+the chance that a tested draft token is right, as replicas report it. Invariant: ladders know tables and means, but no
+odds of single samples. Called by the systems that race.
 """
 
 from collections.abc import Mapping
@@ -39,9 +39,10 @@ class RaceMethods(NamedTuple):
 def race_methods_of(
     scenario: Scenario, model: ReplicaModel, own: str | None, mates: int = 0, ahead: bool = True
 ) -> RaceMethods:
-    """Methods of the scenario on replicas of `model`. Chunks that are no copies draft by the method `own`, with this
-    many mates' tokens to draft from, or plainly if None. `ahead`: there is a drafter beside; else drafts come in turn.
-    Methods of which not even one copy fits beside others race where no other does, on idle replicas: room for one."""
+    """Returns the methods of the scenario on replicas of `model`. Chunks that are no copies draft by the method `own`,
+    with this many mates' tokens to draft from, or plainly if None. `ahead`: there is a drafter beside; else drafts come
+    in turn. Methods of which not even one copy fits beside others race on idle replicas, with room for one.
+    """
     verifier, longest = verifier_of(scenario, model), scenario.prompt_tokens.value + scenario.max_tokens.value
     methods = {method.name: method for method in scenario.drafting()}
     ways = {name: best_way(m, mean_chance(m), verifier, 1, ahead)[0] for name, m in methods.items()}
@@ -58,28 +59,31 @@ def race_methods_of(
 
 
 def _room(way: DraftSetup, verifier: VerifierCost, ahead: bool) -> int:
-    """Copies that lengthen a step by RACE_SHARE of its own time: by their verified tokens and, without a drafter in
-    parallel, by the time to draft them."""
+    """Returns the number of copies that lengthen a step by RACE_SHARE of its own time: by their verified tokens and,
+    without a drafter in parallel, by the time to draft them.
+    """
     waits = 0 if ahead else way.window
     base_s, copy_s = waits * way.method.base_s, waits * way.method.token_s
     return max(0, int((RACE_SHARE * verifier.base_s - base_s) / ((1 + way.window) * verifier.token_s + copy_s)))
 
 
 def _rung(method: ModelledMethod, mates: int, verifier: VerifierCost, ahead: bool) -> MethodProfile:
-    """As profiled for a sample that runs alone."""
+    """Returns the method's profile for a sample that runs alone."""
     plain_s = verifier.seconds(1, 0)
     curve = tuple((p, best_way(method, p, verifier, 1, ahead)[1] * plain_s) for p in RATES)
     return MethodProfile(method.name, curve, (mean_chance(method, mates),))
 
 
 def verifier_of(scenario: Scenario, model: ReplicaModel) -> VerifierCost:
-    """A step of the replica at the context that samples have on average: the prompt and half of a mean answer."""
+    """Returns a step of the replica at the context that samples have on average: the prompt and half of a mean
+    answer.
+    """
     context = scenario.prompt_tokens.value + scenario.law().mean() / 2
     return VerifierCost(model.gpus, model.step.context_s * context, model.step.token_s, model.step.base_s)
 
 
 def mean_chance(method: ModelledMethod, mates: int = 0) -> float:
-    """The chance that a draft token is right, as profiled: of the average sample with this many mates."""
+    """Returns the chance that a draft token is right, as profiled: of the average sample with this many mates."""
     return method.acceptance.mean_chance(mates)
 
 

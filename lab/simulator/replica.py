@@ -2,7 +2,7 @@
 
 Continuous batching: every running chunk takes part in every step. With T tokens computed and C of context in the first
 of k steps, and R tokens made in each, they take k * step(T, C) + context_s * R * k (k - 1) / 2. Chunks join and leave
-between steps; a join with tokens to compute first holds up all by tokens / prefill_tokens_s (chunked prefill shares the
+between steps; a join with tokens to compute first delays all by tokens / prefill_tokens_s (chunked prefill shares the
 steps). Without the core's reservations it does as vLLM does: first come, first served while the present context fits;
 when KV runs full, the chunk admitted last gives up its KV and waits first. Driven by `Host` by way of `due_s`.
 """
@@ -18,7 +18,7 @@ from tailrace.policies.protocol.performance import MethodAcceptance
 
 
 class ModelledReplica:
-    """`clock_s`: when virtual step `step` begins; everything else is as of then.
+    """`clock_s`: the time at which virtual step `step` begins; everything else is as of then.
 
     Invariant: `turn` is called at `due_s`, neither earlier nor later; `submit` and `abort` at any time before.
     """
@@ -31,7 +31,7 @@ class ModelledReplica:
         self.waiting: deque[SimulatedChunk] = deque()
         self.prompts: set[GroupProgress] = set()  # whose prompt it has computed: mates share its KV
         self.context = 0.0  # tokens of KV that running chunks hold
-        self._written = 0.0  # tokens of KV ever, each over the KV freed earliest
+        self._written = 0.0  # all tokens of KV ever written, each over the KV freed earliest
         self._made, self._computed = 0.0, 0.0  # tokens per step of all running chunks
         self._rate, self._cost, self._part, self._tests = 1.0, 1.0, 1.0, 0.0  # the present pace, for one that joins
         self._floor_s, self._added_s, self._reads = 0.0, 0.0, 1.0  # and for all: `reads` is the share of context read
@@ -44,25 +44,27 @@ class ModelledReplica:
     # ---- calls of the host --------------------------------------------------------------------------
 
     def submit(self, chunk: SimulatedChunk, now: float) -> None:
-        """The chunk joins after the step that runs at `now`, or when there is room."""
+        """Adds a chunk, which joins after the step that runs at `now`, or when there is room."""
         self.waiting.append(chunk)
         self._wake(now)
 
     def abort(self, chunk: SimulatedChunk, now: float) -> None:
-        """Stop a chunk, here or on its way, after the step that runs at `now`; its whole tokens so far are good."""
+        """Stops a chunk, here or on its way, after the step that runs at `now`; its whole tokens so far are good."""
         chunk.aborted = True
         self._aborted.append(chunk)
         self._wake(now)
 
     def take(self, share: float, now: float) -> None:
-        """Steps take this share of the model's time, from the one after that which runs at `now`."""
+        """Lets steps take this share of the model's time, from the one after that which runs at `now`."""
         if share != self._share:
             self._share = share
             if self.running:
                 self._wake(now)
 
     def turn(self) -> list[SimulatedChunk]:
-        """At `due_s`: those that have ended leave and are returned, room is made, others join; then a new `due_s`."""
+        """Takes the turn at `due_s`: chunks that have ended leave and are returned, room is made, others join; then
+        `due_s` is new.
+        """
         self._advance()
         ended = self._leave()
         if not self._make_room():
@@ -75,35 +77,38 @@ class ModelledReplica:
     # ---- questions -------------------------------------------------------------------------------------
 
     def context_at(self, now: float) -> float:
-        """Tokens of KV that running chunks hold after the step that runs at `now`."""
+        """Returns the tokens of KV that running chunks hold after the step that runs at `now`."""
         return self.context + self._made * self._steps_until(now)
 
     def cached(self, context: float, freed_kv: FreedKv | None, now: float) -> int:
-        """Of a context that was freed here, tokens whose KV is not overwritten by then: the KV freed earliest
-        goes first, and of one context its end (vLLM's free queue; KV that others take up again is not counted)."""
+        """Returns the tokens of a context freed here whose KV is not overwritten by then: the KV freed earliest goes
+        first, and of one context its end (vLLM's free queue; KV that others take up again is not counted).
+        """
         if freed_kv is None or freed_kv.replica != self.index:
             return 0
         written = self._written + self._made * self._steps_until(now) - freed_kv.written
         return max(0, int(context - max(0.0, written - freed_kv.slack)))
 
     def boundary_s(self, now: float) -> float:
-        """When the step that runs at `now` is over; `now` where none does."""
+        """Returns the time at which the step that runs at `now` is over; `now` if none does."""
         steps = self._steps_until(now)
         return max(now, self.clock_s + steps * self._first_s + self._growth_s * (steps * (steps - 1) / 2))
 
     def step_s(self) -> float:
-        """Seconds of the next step; 0 while nothing runs."""
+        """Returns the seconds of the next step; 0 while nothing runs."""
         return self._first_s if self.running else 0.0
 
     def lately(self) -> tuple[float, float]:
-        """Mean draft tokens of a chunk in a step, and tokens that it makes; none and one while nothing runs."""
+        """Returns the mean draft tokens of a chunk in a step, and the tokens that it makes; none and one while nothing
+        runs.
+        """
         chunks = len(self.running)
         if not chunks:
             return 0.0, 1.0
         return max(0.0, self._computed / chunks - self._part), max(1.0, self._made / chunks)
 
     def acceptance(self) -> tuple[MethodAcceptance, ...]:
-        """Draft tokens that were tested, by method."""
+        """Returns the draft tokens that were tested, by method."""
         return self._speculation.acceptance()
 
     # ---- a turn ------------------------------------------------------------------------------------------
@@ -128,7 +133,7 @@ class ModelledReplica:
         return ended
 
     def _stop(self, chunk: SimulatedChunk) -> None:
-        """A chunk leaves, for good or for a while; its tokens are whole from now on."""
+        """Takes a chunk off, for good or for a while; its tokens are whole from now on."""
         del self.running[chunk.chunk_id]
         chunk.settle(self.step)
         self.context -= chunk.context + chunk.made
@@ -149,7 +154,7 @@ class ModelledReplica:
             self._note(chunk, role, chunk.begin_s, chunk.made - chunk.begin_made, self.step - chunk.begin_step)
 
     def _make_room(self) -> bool:
-        """Preempt until the next step fits; whether any was."""
+        """Preempts until the next step fits. Returns whether any chunk was."""
         room = self.model.kv_capacity_tokens + ROUNDING
         before = len(self.waiting)
         while self.context + self._made > room and len(self.running) > 1:
@@ -160,7 +165,7 @@ class ModelledReplica:
         return len(self.waiting) > before
 
     def _admit(self) -> None:
-        """Those at the head of the queue whose context fits with one more step of all."""
+        """Admits the chunks at the head of the queue whose context fits with one more step of all."""
         model = self.model
         while self.waiting and len(self.running) < model.max_running:
             chunk = self.waiting[0]
@@ -220,7 +225,7 @@ class ModelledReplica:
     # ---- the clock -----------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """When the next chunk ends, KV runs full, or the pace is through."""
+        """Sets `due_s`: when the next chunk ends, KV runs full, or the pace ends."""
         if not self.running:
             self.due_s = inf
             return
@@ -250,8 +255,9 @@ class ModelledReplica:
         self.due_s = self.clock_s + steps * self._first_s + self._growth_s * (steps * (steps - 1) / 2)
 
     def _steps_until(self, now: float) -> int:
-        """Steps, from `step` on, after which the one that runs at `now` is over: the smallest k of which
-        k * first + growth * k (k - 1) / 2 reaches the time gone, and not beyond the next turn."""
+        """Returns the steps, from `step` on, after which the one that runs at `now` is over: the smallest k of which k
+        * first + growth * k (k - 1) / 2 reaches the time gone, and not beyond the next turn.
+        """
         gone_s = now - self.clock_s
         if gone_s <= 0.0 or not self.running:
             return 0

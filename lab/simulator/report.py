@@ -28,17 +28,17 @@ TAIL_SHARE = 0.1
 IDENTITY = ("system", "workload", "seed")
 
 PARTS = ("waited_s", "loaded_s", "crowd_s", "drafts_s", "alone_s")
-"""Of the life of the sample that ended last, see `account`."""
+"""Parts of the life of the sample that ended last, see `account`."""
 
 
 def summary(run: SimulatedRun) -> dict:
-    """The figures of a run. Times in seconds; samples' times count from their submission.
+    """Returns the figures of a run. Times in seconds; samples' times count from their submission.
 
     tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: replicas up, integrated;
-    returned_replica_s: replicas of the run's beginning that were not up, integrated to its end.
-    idle_share: of replica_s, when a replica did nothing; None where no spans were recorded. acceptance_length: tokens
-    per verification. bound_share: of the makespan, the share that the best lower bound needs. last_*: seconds of the
-    sample that ended last, see `account`; None where no spans were recorded.
+    returned_replica_s: replicas of the run's beginning that were not up, integrated to its end. idle_share: share of
+    replica_s in which a replica did nothing; None if no spans were recorded. acceptance_length: tokens per
+    verification. bound_share: share of the makespan that the best lower bound needs. last_*: seconds of the sample that
+    ended last, see `account`; None if no spans were recorded.
     """
     ended = run.ended
     tokens = sum(sample.tokens for sample in ended)
@@ -77,15 +77,16 @@ def summary(run: SimulatedRun) -> dict:
 
 
 def compare(runs: Mapping[str, Sequence[SimulatedRun]], baseline: str) -> dict:
-    """`ratios` of the runs of each system."""
+    """Returns `ratios` of the runs of each system."""
     return ratios({system: [summary(run) for run in of_system] for system, of_system in runs.items()}, baseline)
 
 
 def ratios(systems: Mapping[str, Sequence[dict]], baseline: str) -> dict:
-    """Summaries by system, and [mean, min, max] over the seeds of each system's gain over the baseline's same seed.
+    """Returns summaries by system, and [mean, min, max] over the seeds of each system's gain over the baseline's same
+    seed.
 
-    throughput_ratio: its tokens a second over the baseline's; tail_ratio: the baseline's tail over its own; None where
-    there is nothing to divide by. Raises ValueError for an unknown baseline, a second workload, or other seeds than the
+    throughput_ratio: its tokens a second over the baseline's; tail_ratio: the baseline's tail over its own; None if the
+    divisor is 0 or missing. Raises ValueError for an unknown baseline, a second workload, or other seeds than the
     baseline's.
     """
     if baseline not in systems:
@@ -115,19 +116,21 @@ def ratios(systems: Mapping[str, Sequence[dict]], baseline: str) -> dict:
 
 
 def mean_summary(summaries: Sequence[dict]) -> dict:
-    """The mean of each figure over the seeds; None where a seed has none."""
+    """Returns the mean of each figure over the seeds; None if a seed has none."""
     means = {key: _mean([one[key] for one in summaries]) for key in summaries[0] if key not in (*IDENTITY, "bounds")}
     bounds = {key: _mean([one["bounds"].get(key) for one in summaries]) for key in summaries[0]["bounds"]}
     return _rounded({**means, "bounds": bounds})
 
 
 def spread(values: Sequence[float | None]) -> list[float] | None:
-    """[mean, min, max], or None if a value is missing."""
+    """Returns [mean, min, max], or None if a value is missing."""
     return None if None in values or not values else [sum(values) / len(values), min(values), max(values)]
 
 
 def rows(comparison: dict) -> list[list[str]]:
-    """A comparison as a table: the heads, then a row for each system. Ratios show their range over the seeds."""
+    """Returns a comparison as a table: the heads, then a row for each system. Ratios show their range over the
+    seeds.
+    """
     heads = [
         "system",
         "throughput",
@@ -154,7 +157,7 @@ def rows(comparison: dict) -> list[list[str]]:
 
 
 def account_rows(comparison: dict) -> list[list[str]]:
-    """Seconds of the sample that ended last, of each system: the heads, then means over the seeds."""
+    """Returns the seconds of the sample that ended last, of each system: the heads, then means over the seeds."""
     heads = ["system", "waited", "loaded", "crowd", "drafts", "alone", "best bound"]
     keys = [f"last_{part}" for part in PARTS]
     means = comparison["mean"].items()
@@ -163,7 +166,7 @@ def account_rows(comparison: dict) -> list[list[str]]:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, with separators: 12,340 or 3.142; a dash where there is none."""
+    """Returns four significant digits, with separators: 12,340 or 3.142; a dash for None."""
     if value is None:
         return "–"
     return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -174,7 +177,7 @@ def percent(share: float | None) -> str:
 
 
 def _times(ratio: list[float] | None) -> str:
-    """`2.13 × (2.05 to 2.20)`, without a range where the seeds agree."""
+    """Returns `2.13 × (2.05 to 2.20)`, without a range if the seeds agree."""
     if ratio is None:
         return "–"
     mean, least, greatest = (f"{value:.2f}" for value in ratio)
@@ -182,18 +185,18 @@ def _times(ratio: list[float] | None) -> str:
 
 
 def replica_seconds(moments: Sequence[Moment], end_s: float) -> float:
-    """Replicas that were up, integrated from the first moment to end_s."""
+    """Returns the replicas that were up, integrated from the first moment to end_s."""
     ends = [*(moment.at_s for moment in moments[1:]), end_s]
     return sum(moment.replicas * max(0.0, until - moment.at_s) for moment, until in zip(moments, ends, strict=False))
 
 
 def _returned(moments: Sequence[Moment]) -> list[Moment]:
-    """With the replicas that were there at first and are not now."""
+    """Returns the moments with the replicas that were there at first and are not now."""
     return [moment._replace(replicas=moments[0].replicas - moment.replicas) for moment in moments]
 
 
 def busy_seconds(spans: Sequence[Span]) -> float:
-    """The union of each replica's spans, summed over replicas."""
+    """Returns the union of each replica's spans, summed over replicas."""
     total = 0.0
     for _, of_replica in groupby(sorted(spans, key=_place), key=lambda span: span.replica):
         covered_s = float("-inf")
@@ -208,7 +211,7 @@ def _place(span: Span) -> tuple[int, float]:
 
 
 def tails(ended: Sequence[Ended]) -> list[tuple[float, float]]:
-    """Of each step, from the earliest end that 90 % of its samples do not exceed to its last end."""
+    """Returns for each step the time from the earliest end that 90 % of its samples do not exceed to its last end."""
     found = []
     by_step = sorted(ended, key=lambda sample: (sample.step, sample.ended_s))
     for _, of_step in groupby(by_step, key=lambda sample: sample.step):
@@ -226,7 +229,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _rounded(value):
-    """Floats to six significant digits, through mappings and lists."""
+    """Rounds floats to six significant digits, through mappings and lists."""
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -237,12 +240,11 @@ def _rounded(value):
 def account(
     run: SimulatedRun, workload: Workload, cluster: Cluster, acceptance: Chances | None, most_drafts: int
 ) -> dict[str, float]:
-    """Where the seconds of a step went: those of the sample that it ended with, summed over steps, by PARTS.
+    """Returns where the seconds of a step went: those of the sample that it ended with, summed over steps, by PARTS.
 
-    waited_s: it was not running: order, room, hand-overs. loaded_s: KV fetched, and context computed. crowd_s: how
-    much longer its steps took than without mates, prompts of others included. drafts_s: how much longer its steps
-    without mates would take than those of the best drafts that anybody could have. alone_s: these, below which
-    no policy comes.
+    waited_s: it was not running: order, room, hand-overs. loaded_s: KV fetched, and context computed. crowd_s: how much
+    longer its steps took than without mates, prompts of others included. drafts_s: how much longer its steps without
+    mates would take than those of the best possible drafts. alone_s: these, below which no policy comes.
     """
     found = dict.fromkeys(PARTS, 0.0)
     by_sample: dict[str, list[Span]] = {}
@@ -257,7 +259,7 @@ def account(
 
 
 def _last(ended: Sequence[Ended]) -> Iterator[Ended]:
-    """Of each step, the sample that ended last."""
+    """Yields the sample of each step that ended last."""
     for _, samples in groupby(sorted(ended, key=lambda one: one.step), key=lambda one: one.step):
         yield max(samples, key=lambda one: one.ended_s)
 

@@ -30,7 +30,7 @@ class ScenarioModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def notes(self) -> list[tuple[str, object, str, str]]:
-        """(dotted key, value, `source` or `assumed`, text) of every figure."""
+        """Returns (dotted key, value, `source` or `assumed`, text) of every figure."""
         return list(_notes("", self))
 
 
@@ -152,7 +152,7 @@ class Scenario(ScenarioModel):
         )
 
     def drafting(self) -> tuple[ModelledMethod, ...]:
-        """Ways to draft, the index of own sample, mates and history first."""
+        """Returns the ways to draft, first the index of own sample, mates and history."""
         others = (
             ModelledMethod(name, method.acceptance.chances(), method.base_s.value, method.token_s.value)
             for name, method in self.methods.items()
@@ -160,7 +160,9 @@ class Scenario(ScenarioModel):
         return ModelledMethod("index", self.acceptance.chances()), *others
 
     def workload(self, seed: int, steps: int = 1) -> Workload:
-        """Several steps over the same prompts, each an epoch after the last and knowing the `epochs` before it."""
+        """Returns several steps over the same prompts, each an epoch after the last and knowing the `epochs` before
+        it.
+        """
         drift = self.lengths.drift.value if self.lengths.drift else 0.0
         counts = self.prompts.value, self.samples.value, steps
         drawn = draw_steps(self.law(), *counts, drift, seed, self.epochs.value, self.prompt_tokens.value)
@@ -170,11 +172,11 @@ class Scenario(ScenarioModel):
         return Workload(self.name, self.max_tokens.value, drawn)
 
     def whole(self) -> "Scenario":
-        """The same with the GPUs of training among those of rollout."""
+        """Returns the same with the GPUs of training among those of rollout."""
         return self if self.training_gpus is None else self.model_copy(update={"gpus": self.training_gpus})
 
     def scaled(self, share: float) -> "Scenario":
-        """The same on `share` of the replicas, a replica or more, with as many prompts for each."""
+        """Returns the same on `share` of the replicas, a replica or more, with as many prompts for each."""
         if not 0 < share <= 1:
             raise ValueError(f"a scenario is scaled by a share of 0 to 1, not {share}")
         replicas = max(round(self.replicas * share), 1)
@@ -197,7 +199,7 @@ def scenario_names() -> list[str]:
 
 
 def load_scenario(name_or_path: str) -> Scenario:
-    """A scenario of this project by name, or any by the path of its file. Raises ValueError in one line."""
+    """Loads a scenario of this project by name, or any by the path of its file. Raises ValueError in one line."""
     path = FOLDER / f"{name_or_path}.yaml" if name_or_path in scenario_names() else Path(name_or_path)
     if not path.is_file():
         near = get_close_matches(name_or_path, scenario_names(), n=3) or scenario_names()
@@ -215,7 +217,7 @@ def load_scenario(name_or_path: str) -> Scenario:
 
 
 def _first(error: ValidationError) -> str:
-    """The first complaint as one line: dotted key, the fault, and for an unknown key the nearest known ones."""
+    """Returns the first complaint as one line: dotted key, the fault, and for an unknown key the nearest known ones."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "file"
     if first["type"] == "extra_forbidden":
@@ -234,7 +236,8 @@ def trace_workload(
     max_tokens: int,
     samples: int | None = None,
 ) -> Workload:
-    """One step over recorded lengths, `{prompt: [[of an epoch], ...]}`, oldest epoch first; the last one is rolled out.
+    """Returns one step over recorded lengths, `{prompt: [[of an epoch], ...]}`, oldest epoch first; the last one is
+    rolled out.
 
     At most `samples` answers of each epoch are taken, and max_tokens ends them. Raises ValueError without an answer.
     """

@@ -1,8 +1,8 @@
 """The pace of a replica's running chunks: tokens a step and their cost, between two changes of its batch.
 
-`Policied` calls the live drafting policy, with outcomes drawn from an acceptance model; `PlainDecoding` makes one token
-a step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a function of (seed, sample, count), so
-the draws of one sample depend on no other. Called by `Replica`.
+`Policied` calls the service's drafting policy, with outcomes drawn from an acceptance model; `PlainDecoding` makes one
+token a step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a function of (seed, sample, count),
+so the draws of one sample depend on no other. Called by `Replica`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from tailrace.policies.protocol.views import DraftView
 FOREVER = 1 << 62
 
 REGIME_TOKENS = 512
-"""A pace holds for no more than this many tokens of a chunk: over these, acceptance hardly changes with the length."""
+"""Maximum tokens of a chunk for which a pace holds: over these, acceptance hardly changes with the length."""
 
 CHANGES = 16
 """A pace holds until more than one chunk in this many has joined or left."""
@@ -34,14 +34,18 @@ learn from outcomes see some of each. Means over few are noisy, and unbiased, si
 pace."""
 
 MATCH_TOKENS = 8
-"""Context that a proposal rests on: above every policy's min. The acceptance model already counts short matches."""
+"""Context tokens that a proposal rests on: above every policy's min. The acceptance model already counts short
+matches.
+"""
 
 MOST_CHANCE = 0.9999
 
 
 class AcceptanceSource(Protocol):
     def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
-        """That the next draft token of a sample is right if those before it are. `mates` of its group have begun."""
+        """Returns the chance that the next draft token of a sample is right if those before it are. `mates` of its
+        group have begun.
+        """
 
 
 class Pace(NamedTuple):
@@ -61,22 +65,22 @@ class Pace(NamedTuple):
 
 class Speculation(Protocol):
     most: int
-    """Draft tokens of a chunk in a step, at most."""
+    """Maximum draft tokens of a chunk in a step."""
 
     methods: tuple[str, ...]
     """Draft methods of this replica; the first is the default. Empty if the method cannot be selected per chunk."""
 
     def stale(self, changes: int, running: int) -> bool:
-        """Whether a new pace is due after this many joins and leaves."""
+        """Returns whether a new pace is due after this many joins and leaves."""
 
     def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
-        """Of chunks settled at the present step, `context_tokens` of context together."""
+        """Returns the pace of chunks settled at the present step, with `context_tokens` of context together."""
 
     def drop(self, chunk: SimulatedChunk) -> None:
-        """The chunk runs here no more."""
+        """Drops a chunk that runs here no more."""
 
     def acceptance(self) -> tuple[MethodAcceptance, ...]:
-        """Draft tokens that were tested here, by method, as an engine reports them; empty if not known."""
+        """Returns the draft tokens that were tested here, by method, as an engine reports them; empty if not known."""
 
 
 class PlainDecoding:
@@ -99,7 +103,7 @@ class PlainDecoding:
 
 
 class Policied:
-    """Budgets by a live drafting policy, on one replica: its memory, its measured acceptance, its slots.
+    """Budgets by a drafting policy of the service, on one replica: its memory, its measured acceptance, its slots.
 
     A pace is the mean over a few decisions. Budgets come from the policy, which sees drawn outcomes of its last; given
     the budgets, tokens are expectations, 1 + sum of chance^j.
@@ -168,7 +172,9 @@ class Policied:
         return min(max(chance, 0.0), MOST_CHANCE)
 
     def _outcomes(self, chunks: list[SimulatedChunk], chance: np.ndarray, rounds: int) -> np.ndarray:
-        """Right draft tokens before the first wrong one, of endless drafts: float64[chunks, rounds], geometric."""
+        """Draws the number of right draft tokens before the first wrong one, of endless drafts: float64[chunks,
+        rounds], geometric.
+        """
         noise = b""
         for chunk in chunks:
             sample = chunk.sample
@@ -188,7 +194,7 @@ class Policied:
         return self._accepted.report()
 
     def _cost(self, count: int, context_tokens: float) -> StepCost:
-        """The replica's own step model at the present context, as an engine would have measured it."""
+        """Returns the replica's own step model at the present context, as an engine would have measured it."""
         top = count * (1 + self.most) + 1
         if self._step.experts_s:
             tokens = sorted({1, count, top, *(1 << k for k in range(1, top.bit_length()) if 1 << k < top)})
@@ -225,7 +231,7 @@ class Policied:
 def by_policy(
     policy: Drafting, acceptance: AcceptanceSource | None, step: StepModel, seed: int
 ) -> Callable[[int], Speculation]:
-    """The way of each replica, by its index; without chances, or a policy that drafts, one token a step."""
+    """Returns the way of each replica, by its index; without chances, or a policy that drafts, one token a step."""
     if acceptance is None or not policy.max_draft_tokens:
         return lambda index: PlainDecoding()
     return lambda index: Policied(policy, acceptance, step, seed)

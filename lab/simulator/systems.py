@@ -1,8 +1,8 @@
 """The systems that simulations compare, by name: their policies, sources of drafts and admission.
 
-A system is live policy objects with a paper's choices, or ours; nothing in it is a model. The baseline is `verl`: whole
-groups bound to replicas up front, samples in one piece, vLLM's own queue and preemption. Invariant: `reveal` is for the
-oracle alone. Called by `tailrace simulate` and by benchmarks.
+A system is the service's policy objects with a paper's choices, or ours; nothing in it is a model. The baseline is
+`verl`: whole groups bound to replicas up front, samples in one piece, vLLM's own queue and preemption. Invariant:
+`reveal` is for the oracle alone. Called by `tailrace simulate` and by benchmarks.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,11 @@ Evidence = Literal["own", "group", "history", "all"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's.
-    `races`: where replicas have room, copies race, each with one of the workload's draft models in turn with the
-    target, by the table that SpecActor's systems have it by, on the replica's own GPUs. `holds`: samples are held
-    between their turns; else each turn is a new request."""
+    """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's. `races`:
+    if replicas have room, copies race, each with one of the workload's draft models in turn with the target, by the
+    table of SpecActor's systems, on the replica's own GPUs. `holds`: samples are held between their turns; else each
+    turn is a new request.
+    """
 
     about: str
     policies: dict
@@ -64,8 +65,9 @@ def _fixed(tokens: int) -> dict:
 def _ours(
     about: str, changes: dict, evidence: Evidence = "all", races: bool = False, holds: bool = True
 ) -> System:  # fmt: skip
-    """Chunks of a quarter: a chunk reserves the KV of all tokens that it may make, so long ones leave KV unused, and
-    the cost of a hand-over is small against that."""
+    """Returns a system with chunks of a quarter: a chunk reserves the KV of all tokens that it may make, so long ones
+    leave KV unused, and the cost of a hand-over is small against that.
+    """
     return System(about, OURS | changes, evidence, chunk_share=0.25, races=races, holds=holds)
 
 
@@ -74,8 +76,9 @@ def _static(about: str, changes: dict, evidence: Evidence) -> System:
 
 
 def _routed(about: str, changes: dict) -> System:
-    """All samples are sent at once, so fewest in flight is one after the other. Its drafts see all mates, also those
-    on other replicas, whose tokens vLLM's suffix cache would not have."""
+    """Returns a system that sends all samples at once, so that the fewest in flight means one after the other. Its
+    drafts see all mates, also those on other replicas, whose tokens vLLM's suffix cache would not have.
+    """
     return System(about, ROUTED | changes, admission=False)
 
 
@@ -172,7 +175,7 @@ class Setup:
 
     @classmethod
     def of(cls, scenario: Scenario, seed: int, steps: int = 1) -> "Setup":
-        """A paper's workload, drawn again for each seed, on its cluster."""
+        """Returns a paper's workload, drawn again for each seed, on its cluster."""
         model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
         cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
         index = scenario.drafting()[0]
@@ -191,9 +194,10 @@ class Setup:
         check: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> SimulatedRun:
-        """One system. Its bounds are those of all systems that may draft as it does. `speculation`: of a replica's
-        index; drafts are made so, and the chances are for the bounds alone. Raises ValueError if it races without
-        race methods."""
+        """Runs one system. Its bounds are those of all systems that may draft as it does. `speculation`: the drafts of
+        a replica, by its index; the chances are then for the bounds alone. Raises ValueError if it races without race
+        methods.
+        """
         policies = chosen.bundle(self.chunk_tokens)
         drafts = policies.drafting.max_draft_tokens if self.chances is not None else 0
         sees, best, odds = Sees(self.chances, chosen.evidence) if drafts else None, self.chances, Odds(seed)

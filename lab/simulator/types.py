@@ -1,7 +1,7 @@
 """Values between the simulator's parts: a workload with its truth, the model of a replica, a finished run.
 
-All are values. Only a workload knows true lengths (law 3): the host passes on no more than a live shell would see.
-Seconds are of the simulated clock, which starts at 0.
+Only a workload knows true lengths (law 3): the host passes on no more than the service would see. Seconds are of the
+simulated clock, which starts at 0.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 TURN_MARK = "@"
-"""Between a sample's id and the number of a turn that is a request of its own."""
+"""Character between a sample's id and the number of a turn that is a separate request."""
 
 
 class Gap(NamedTuple):
-    """Between two turns of a sample: after `tokens` tokens of all turns so far a tool takes `tool_s` seconds, and
-    `outside_tokens` of its answer come into the context."""
+    """The gap between two turns of a sample: after `tokens` tokens of all turns so far a tool takes `tool_s` seconds,
+    and `outside_tokens` of its answer come into the context.
+    """
 
     tokens: int
     tool_s: float
@@ -91,7 +92,7 @@ class ReplicaModel:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`replicas` of one model of replica, `per_node` of them sharing a node's part of the KV pool."""
+    """`replicas` of one model of replica. `per_node` of them share a node's part of the KV pool."""
 
     replica: ReplicaModel
     replicas: int
@@ -114,8 +115,9 @@ class Span(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How one sample went. `verifications`: engine steps it took part in; `drafted`, `accepted`: draft tokens.
-    `returned_tokens`: context that had been computed before, as its later turns began, over these."""
+    """The outcome of one sample. `verifications`: engine steps it took part in; `drafted`, `accepted`: draft tokens.
+    `returned_tokens`: context that had been computed before, as its later turns began, over these.
+    """
 
     sample_id: str
     step: int
@@ -134,8 +136,9 @@ class Ended(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The cluster at `at_s`: samples running and waiting, KV tokens that running samples hold, replicas that occupy
-    something: those that are up, start or stop."""
+    """The state of the cluster at `at_s`: samples running and waiting, KV tokens that running samples hold, replicas
+    that occupy something: those that are up, start or stop.
+    """
 
     at_s: float
     running: int

@@ -1,1 +1,1 @@
-"""A live soak: a real service under random faults for an hour, every answer compared with a reference."""
+"""A soak: a real service under random faults for an hour, with every answer compared with a reference."""

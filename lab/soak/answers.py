@@ -1,4 +1,4 @@
-"""Every answer of a soak against its reference, and the count of samples that a driver never got.
+"""Every answer of a soak against its reference, and the number of samples that a driver never got.
 
 A sample's tokens are a function of weights, prompt, sampling and key, so each batch has one reference for each folder
 of weights, made undisturbed. Invariant: a sample counts once, also if its driver came back and got it again; each
@@ -37,7 +37,7 @@ class Crossed:
 
 
 def stretches_of(sample: SampleResult, weights: int) -> tuple[Stretch, ...]:
-    """Version v has the weights number v modulo `weights`."""
+    """Returns the stretches of a sample. Version v has the weights number v modulo `weights`."""
     found: list[Stretch] = []
     for segment in sample.segments:
         number = segment.weights_version % weights
@@ -49,7 +49,7 @@ def stretches_of(sample: SampleResult, weights: int) -> tuple[Stretch, ...]:
 
 
 def cut(sample: SampleResult, start: int, end: int) -> SampleResult:
-    """Tokens start to end alone. The reason of the end is kept where the whole rest is."""
+    """Returns the sample with tokens start to end alone. The finish reason is kept if the whole rest is."""
     kinds = ("token_ids", "logprobs", "raw_logprobs")
     changes = {kind: getattr(sample, kind)[start:end] for kind in kinds}
     whole = end >= len(sample.token_ids) and sample.finish_reason not in UNFINISHED
@@ -64,7 +64,7 @@ class AnswerBook:
         self._weights = weights
         self._references: dict[tuple[str, int, int], dict[tuple[str, int], SampleResult]] = {}
         self._digests: dict[int, str] = {}
-        self._open: dict[str, tuple[int, set[tuple[str, int]]]] = {}  # driver -> its batch, the samples that it has
+        self._open: dict[str, tuple[int, set[tuple[str, int]]]] = {}  # by driver, its batch and the samples that it has
         self.counts = Counter(dict.fromkeys(("batches", "samples", "tokens", "lost", "repeated", "updates"), 0))
         self.failed: Counter[str] = Counter()
         self.wrong: list[dict] = []
@@ -73,7 +73,9 @@ class AnswerBook:
         self._updated = -1
 
     def learn(self, name: str, number: int, weights: int, groups: Iterable[GroupResult]) -> None:
-        """The reference of a driver's batch `number` under a folder of weights. Raises ValueError if it is not one."""
+        """Takes the reference of a driver's batch `number` under a folder of weights. Raises ValueError if it is not
+        one.
+        """
         samples = {(group.prompt_id, one.sample_index): one for group in groups for one in group.samples}
         for key, one in samples.items():
             if one.finish_reason in UNFINISHED or {s.weights for s in stretches_of(one, self._weights)} - {weights}:
@@ -82,7 +84,7 @@ class AnswerBook:
         self._references[name, number, weights] = samples
 
     def hear(self, name: str, event: Mapping) -> None:
-        """An event of a driver, see lab/soak/driver.py."""
+        """Takes an event of a driver, see lab/soak/driver.py."""
         match event["event"]:
             case "began":
                 if self._open.get(name, (None,))[0] != event["batch"]:
@@ -100,7 +102,7 @@ class AnswerBook:
                 self.errors.append(f"{name}: {event['text']}")
 
     def close(self, name: str) -> None:
-        """No more answers of the driver's batch will come: those that it lacks are lost."""
+        """Records that no more answers of the driver's batch will come: the missing ones are lost."""
         number, have = self._open.pop(name, (None, set()))
         if number is not None:
             expected = sum(group.samples for group in self._scripts[name].batch(number).groups)
@@ -108,7 +110,7 @@ class AnswerBook:
 
     @property
     def unfinished(self) -> int:
-        """Samples of batches in flight that have not come yet."""
+        """Returns the number of samples of batches in flight that have not come yet."""
         batches = ((self._scripts[name].batch(number), have) for name, (number, have) in self._open.items())
         return sum(sum(group.samples for group in batch.groups) - len(have) for batch, have in batches)
 
@@ -140,14 +142,14 @@ class AnswerBook:
             self.crossed.append(Crossed(script.batch(number), group, sample, stretches))
 
     def _check_digests(self, batch: RolloutBatch, group: GroupResult, sample: SampleResult) -> None:
-        """Each segment names the content of its weights."""
+        """Checks that each segment names the content of its weights."""
         for segment in sample.segments:
             digest = self._digests.get(segment.weights_version % self._weights, "")
             if digest and segment.weights_digest and segment.weights_digest != digest:
                 self.blame(batch, group, sample, {"position": segment.start, "what": "weights"})
 
     def blame(self, batch: RolloutBatch, group: GroupResult, sample: SampleResult, found: Mapping) -> None:
-        """A wrong sample. `found`: its first difference."""
+        """Records a wrong sample. `found`: its first difference."""
         versions = [(one.weights_version, one.start, one.end, one.replica_id) for one in sample.segments]
         at = {"batch_id": batch.batch_id, "prompt_id": group.prompt_id, "sample_index": sample.sample_index}
         self.wrong.append({**at, **found, "segments": versions})

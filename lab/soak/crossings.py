@@ -1,6 +1,6 @@
 """Samples that crossed an update: each stretch after the first, made again by engines that hold its weights alone.
 
-The prompt and the tokens before the stretch are the prompt then; position and key are the same, so the tokens must be.
+The new prompt is the old one with the tokens before the stretch; position and key are the same, so the tokens must be.
 Called by lab/soak/run.py once the faults have ended.
 """
 
@@ -14,13 +14,13 @@ from tailrace.lab.soak.answers import UNFINISHED, AnswerBook, Crossed, Stretch, 
 from tailrace.lab.verification.tokens import difference
 
 MAX_CHECKED = 240
-"""Stretches that are made again, at most, evenly over the soak. The report gives the number of the others."""
+"""Maximum number of stretches that are made again, evenly over the soak. The report gives the number of the others."""
 
 AT_ONCE = 16
 
 
 def request(crossed: Crossed, stretch: Stretch, name: str) -> RolloutBatch:
-    """The batch of one group whose last sample makes the stretch."""
+    """Returns the batch of one group whose last sample makes the stretch."""
     wanted = next(group for group in crossed.batch.groups if group.prompt_id == crossed.group.prompt_id)
     last = stretch is crossed.stretches[-1] and crossed.sample.finish_reason not in UNFINISHED
     group = wanted.model_copy(
@@ -37,7 +37,7 @@ def request(crossed: Crossed, stretch: Stretch, name: str) -> RolloutBatch:
 
 
 def judge(book: AnswerBook, crossed: Crossed, stretch: Stretch, fresh: GroupResult) -> None:
-    """Blame the sample if the stretch differs from the fresh one."""
+    """Records a wrong sample if the stretch differs from the fresh one."""
     made = next(one for one in fresh.samples if one.sample_index == crossed.sample.sample_index)
     ours = cut(crossed.sample, stretch.start, stretch.end)
     if stretch.end < len(crossed.sample.token_ids) or crossed.sample.finish_reason in UNFINISHED:
@@ -49,7 +49,9 @@ def judge(book: AnswerBook, crossed: Crossed, stretch: Stretch, fresh: GroupResu
 
 
 async def check(client: RolloutClient, folders: Sequence[str], book: AnswerBook, say: Callable[[str], None]) -> dict:
-    """Make stretches again, folder by folder. Returns how many samples crossed, and how many stretches were checked."""
+    """Makes stretches again, folder by folder. Returns how many samples crossed, and how many stretches were
+    checked.
+    """
     wanted = [(one, stretch) for one in book.crossed for stretch in one.stretches[1:]]
     by_weights = defaultdict(list)
     chosen = wanted[:: -(-len(wanted) // MAX_CHECKED) or 1]

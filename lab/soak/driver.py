@@ -20,7 +20,7 @@ def say(event: str, **values) -> None:
 
 
 async def drive(client: RolloutClient, script: DriverScript, number: int, once: bool) -> None:
-    """Updates the weights where the script has some, then rolls out; from batch `number` on, or it alone."""
+    """Updates the weights if the script has any, then rolls out; from batch `number` on, or this batch alone."""
     ending = asyncio.Event()
     if once:
         ending.set()

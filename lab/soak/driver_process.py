@@ -1,6 +1,6 @@
-"""One driver as a process of its own, started again with the same batch whenever it ends, until it is to finish.
+"""One driver in a separate process, started again with the same batch whenever it ends, until it is to finish.
 
-Invariant: the process is gone once `run` has returned or was cancelled. Called by lab/soak/run.py.
+Invariant: the process has ended once `run` has returned or was cancelled. Called by lab/soak/run.py.
 """
 
 import asyncio
@@ -13,10 +13,12 @@ from pathlib import Path
 from tailrace.lab.soak.scripts import DriverScript
 
 MAX_LINE_BYTES = 1 << 26
-"""A group of results in JSON."""
+"""Maximum length of a line: a group of results in JSON."""
 
 FINISH_S = 300.0
-"""Longest wait for the batch in flight at the end: a frozen engine costs a minute, and a start of another."""
+"""Longest wait in seconds for the batch in flight at the end: a frozen engine costs a minute, and a start of
+another.
+"""
 
 AGAIN_S = 1.0
 
@@ -35,7 +37,7 @@ class DriverProcess:
         self._finishing, self._in_batch = False, False
 
     async def run(self) -> None:
-        """Until `finish`, and until the batch in flight has ended then."""
+        """Runs the driver until `finish`, and then until the batch in flight has ended."""
         try:
             while self._in_batch or not self._finishing:
                 with self._file.with_suffix(".stderr").open("ab") as errors:
@@ -50,7 +52,7 @@ class DriverProcess:
                 await self._process.wait()
 
     async def _start(self, errors) -> asyncio.subprocess.Process:
-        """In a session of its own, so that Ctrl-C reaches the soak alone."""
+        """Starts the process in a new session, so that Ctrl-C reaches the soak alone."""
         arguments = (str(self._file), self._address, str(self._number), "once" if self._finishing else "on")
         return await asyncio.create_subprocess_exec(
             sys.executable,
@@ -64,7 +66,7 @@ class DriverProcess:
         )
 
     def _take(self, line: bytes) -> None:
-        """A line of the driver. The last one of a killed driver may be torn."""
+        """Takes a line of the driver. The last one of a killed driver may be torn."""
         if not (line.startswith(b"{") and line.endswith(b"\n")):
             return
         event = json.loads(line)
@@ -80,7 +82,7 @@ class DriverProcess:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     def kill(self) -> bool:
-        """Returns whether it ran."""
+        """Kills the process. Returns whether it ran."""
         if self.pid is None:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -88,7 +90,7 @@ class DriverProcess:
         return True
 
     def finish(self) -> None:
-        """Ask it to end after the batch in flight. One that is still connecting ends at once."""
+        """Asks it to end after the batch in flight. One that is still connecting ends at once."""
         self._finishing = True
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -24,20 +24,20 @@ import sys
 from tailrace.lab.verification.flipped_bits import flip
 print(len(flip(sys.argv[1], sys.argv[2], set())), flush=True)
 """
-"""In a process of its own: a client of the pool may hang or end with its master."""
+"""Flips bits in a separate process: a client of the pool may hang or end with its master."""
 
 ACT_S = 60.0
-"""Longest time that a fault may take; the coordinator may be away meanwhile."""
+"""Longest time in seconds that a fault may take; the coordinator may be away meanwhile."""
 
 FROZEN_S = 240.0
-"""A frozen engine counts as dead after a minute, or 20 of its slowest steps."""
+"""Longest time in seconds that an engine stays frozen: it counts as dead after a minute, or 20 of its slowest steps."""
 
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All that a fault can reach. `place`: from 0 to below 1, chooses among victims."""
+    """Everything that a fault can reach. `place`: from 0 to below 1, chooses among victims."""
 
     client: RolloutClient
     drivers: Mapping[str, DriverProcess]
@@ -45,7 +45,7 @@ class Scene:
 
 
 async def kill_replica(scene: Scene) -> str:
-    """The one with the max number of chunks."""
+    """Kills the replica with the most chunks."""
     replicas = (await scene.client.status()).replicas
     if not replicas:
         return ""
@@ -54,7 +54,7 @@ async def kill_replica(scene: Scene) -> str:
 
 
 async def freeze_engine(scene: Scene) -> str:
-    """A step that never ends. The thread that stopped it ends later, so that the kernel forgets the dead engine."""
+    """Lets a step never end. The thread that stopped it ends later, so that the kernel forgets the dead engine."""
     engines = [one.pid for one in read_all() if one.role == "Engine"]
     if not engines:
         return ""
@@ -68,7 +68,7 @@ async def freeze_engine(scene: Scene) -> str:
 
 
 def _hold(pid: int, thread: int, done: asyncio.Future, loop: asyncio.AbstractEventLoop) -> None:
-    """Freeze a thread until its process is gone, FROZEN_S at most: it runs again once this thread has ended."""
+    """Freezes a thread until its process has ended, FROZEN_S at most: it runs again once this thread has ended."""
     try:
         freeze(thread)
     except OSError as error:
@@ -89,24 +89,24 @@ async def kill_coordinator(_scene: Scene) -> str:
 
 
 async def kill_controller(_scene: Scene) -> str:
-    """Ray starts it again."""
+    """Kills the controller of Serve, which Ray starts again."""
     return "controller of Serve" if kill_actors("SERVE_CONTROLLER_ACTOR", no_restart=False) else ""
 
 
 async def kill_shard(scene: Scene) -> str:
-    """Ray starts it again, empty."""
+    """Kills a shard of the group context, which Ray starts again, empty."""
     killed = kill_actors("-context-", no_restart=False, place=scene.place)
     return "a shard of the group context" if killed else ""
 
 
 async def _pool(scene: Scene) -> PoolView | None:
-    """The pool's view, or None if it has no figures now."""
+    """Returns the pool's view, or None if it has no figures now."""
     view = await scene.client.pool_status()
     return view if view is not None and view.status is not None else None
 
 
 def on_pool(do: Callable[[list[int]], Awaitable[None]], whom: chaos.Pids) -> Callable[[Scene], Awaitable[str]]:
-    """A disturbance of the pool's processes, as a fault."""
+    """Returns a disturbance of the pool's processes as a fault."""
 
     async def act(scene: Scene) -> str:
         view = await _pool(scene)
@@ -120,7 +120,7 @@ def on_pool(do: Callable[[list[int]], Awaitable[None]], whom: chaos.Pids) -> Cal
 
 
 async def flip_kv_bits(scene: Scene) -> str:
-    """A bit in every block that the pool has now."""
+    """Flips a bit in every block that the pool has now."""
     view = await _pool(scene)
     if view is None:
         return ""
@@ -139,7 +139,7 @@ async def flip_kv_bits(scene: Scene) -> str:
 
 
 def on_driver(name: str) -> Callable[[Scene], Awaitable[str]]:
-    """A driver's death; it comes back with the same batch id."""
+    """Returns the fault that kills a driver; it comes back with the same batch id."""
 
     async def act(scene: Scene) -> str:
         return f"the {name}" if scene.drivers[name].kill() else ""
@@ -164,7 +164,7 @@ KINDS: dict[str, Callable[[Scene], Awaitable[str]]] = {
 
 
 async def act(kind: str, scene: Scene) -> tuple[bool, str]:
-    """Whether the fault has happened, and a note."""
+    """Returns whether the fault has happened, and a note."""
     try:
         async with asyncio.timeout(ACT_S):
             note = await KINDS[kind](scene)

@@ -12,10 +12,12 @@ from tailrace.lab.soak.processes import Reading
 
 MB = 1e6
 WARM_S = 180.0
-"""After the start of a process: engines fill their caches, Python its arenas. At most a quarter of the soak."""
+"""Seconds of warm-up after the start of a process: engines fill their caches, Python its arenas. At most a quarter of
+the soak.
+"""
 
 SLOPE_S = 120.0
-"""Shortest stretch for a slope: growth within less is noise."""
+"""Shortest stretch in seconds for a slope: growth within less is noise."""
 
 Look = tuple[float, int, int]
 """Seconds since the start, RSS in bytes, open files."""
@@ -36,7 +38,7 @@ class ProcessLog:
             self.roles[one.pid, one.born] = one.role  # a worker has its role once its actor is made
 
     def report(self, warm_s: float) -> dict:
-        """`processes`: those alive at the end, by role; `ended`: numbers of those that are not, by role."""
+        """Returns `processes`: those alive at the end, by role; `ended`: numbers of those that are not, by role."""
         alive = {(one.pid, one.born) for one in self.alive}
         rows = [self._row(key, warm_s) for key in self.looks if key in alive]
         ended = Counter(self.roles[key] for key in self.looks if key not in alive)
@@ -46,7 +48,7 @@ class ProcessLog:
         }
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
-        """RSS in MB over seconds, of each process by role and process id."""
+        """Returns RSS in MB over seconds, of each process by role and process id."""
         return {
             f"{self.roles[key]} {key[0]}": [(round(at_s, 1), round(rss / MB, 1)) for at_s, rss, _ in looks]
             for key, looks in self.looks.items()
@@ -69,7 +71,7 @@ class ProcessLog:
 
 
 def mb_per_hour(looks: Sequence[Look]) -> float | None:
-    """The slope of the RSS by least squares, or None where the looks cover less than SLOPE_S."""
+    """Returns the slope of the RSS by least squares, or None if the looks cover less than SLOPE_S."""
     if len(looks) < 3 or looks[-1][0] - looks[0][0] < SLOPE_S:
         return None
     seconds, rss, _ = np.array(looks, dtype=float).T

@@ -11,11 +11,11 @@ from tailrace.lab.report.svg_charts import colours_of, curves
 from tailrace.lab.soak.report import faults_of, lines, memory_rows
 
 LARGE_MB = 250.0
-"""Processes that were ever larger have a chart of their own, since others would be a flat line in it."""
+"""Size in MB above which a process has a separate chart, since others would be a flat line in it."""
 
 
 def page(report: Mapping) -> str:
-    """The page, as text."""
+    """Returns the page as text."""
     verdict = "; ".join(faults_of(report)) or "nothing lost, nothing wrong, nothing left over"
     struck = [("time, s", "fault", "note"), *((f"{s['at_s']:.0f}", s["kind"], s["note"]) for s in report["strikes"])]
     large = {name: points for name, points in report["rss"].items() if max(mb for _, mb in points) >= LARGE_MB}
@@ -52,7 +52,7 @@ def _tokens(report: Mapping) -> str:
 
 
 def _memory(report: Mapping, heading: str, series: Mapping) -> str:
-    """A process's colour is its role's."""
+    """Returns a chart of memory. A process's colour is its role's."""
     colours = colours_of(sorted({name.rpartition(" ")[0] for name in series}))
     of_process = {name: colours[name.rpartition(" ")[0]] for name in series}
     high = max(mb for points in series.values() for _, mb in points)

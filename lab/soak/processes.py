@@ -23,7 +23,7 @@ class Reading:
 
 
 def role_of(arguments: list[str]) -> str:
-    """The role of a process by its command line: `Engine`, `MasterActor`, `raylet`, `driver trainer`, ..."""
+    """Returns the role of a process by its command line: `Engine`, `MasterActor`, `raylet`, `driver trainer`, ..."""
     name = arguments[0]
     if name.startswith("ray::"):  # ray::ServeReplica:tailrace:Engine.method, ray::ShardActor.method, ray::IDLE
         role, _, method = name.split(":")[-1].partition(".")
@@ -35,7 +35,7 @@ def role_of(arguments: list[str]) -> str:
 
 
 def read_all() -> list[Reading]:
-    """This process as `soak`, and all that descend from it."""
+    """Returns this process as `soak`, and all that descend from it."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         if (fields := stat_of(int(folder.name))) is not None:
@@ -51,7 +51,7 @@ def is_running(pid: int) -> bool:
 
 
 def is_alive(pid: int, born: int) -> bool:
-    """Whether this very process still runs."""
+    """Returns whether this very process still runs."""
     fields = stat_of(pid)
     return fields is not None and int(fields[19]) == born
 
@@ -72,7 +72,7 @@ def _read(pid: int) -> Reading | None:
 
 
 def stat_of(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third on, or None if the process has ended."""
+    """Returns the fields of /proc/PID/stat from the third on, or None if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:

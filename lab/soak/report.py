@@ -8,7 +8,7 @@ HEADS = ("role", "alive", "ended", "MB at start", "MB at end", "MB per hour", "f
 
 
 def faults_of(report: Mapping) -> list[str]:
-    """Each reason why the soak is not well, in one line; none if it is."""
+    """Returns each reason why the soak is not well, in one line; none if it is."""
     found = [
         f"{report[key]} {said}" for key, said in (("lost", "samples lost"), ("wrong", "samples wrong")) if report[key]
     ]
@@ -22,7 +22,7 @@ def faults_of(report: Mapping) -> list[str]:
 
 
 def lines(report: Mapping) -> list[str]:
-    """The figures."""
+    """Returns the figures as lines of text."""
     minutes = report["seconds"] / 60
     stopped = ", stopped early" if report["stopped"] else ""
     crossed = report["crossed"]
@@ -42,7 +42,7 @@ def lines(report: Mapping) -> list[str]:
 
 
 def memory_rows(report: Mapping) -> list[Sequence[str]]:
-    """Heads, then a row for each role: processes alive at the end, their sums, and how many have ended."""
+    """Returns heads, then a row for each role: processes alive at the end, their sums, and how many have ended."""
     memory, by_role = report["memory"], defaultdict(list)
     for row in memory["processes"]:
         by_role[row["role"]].append(row)

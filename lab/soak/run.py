@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class SoakPlan:
-    """How long, which faults, how often. `gap_s`: min and max time between two faults."""
+    """Plan of a soak: how long, which faults, how often. `gap_s`: min and max time between two faults."""
 
     minutes: float
     seed: int
@@ -48,7 +48,7 @@ class SoakPlan:
 
 
 def soak(file: ServeFile, prompts: Sequence[PromptGroup], plan: SoakPlan, say: Say) -> dict:
-    """The report, see lab/soak/report.py."""
+    """Runs a soak. Returns its report, see lab/soak/report.py."""
     with TemporaryDirectory(prefix="tailrace-soak-") as name:
         folder = Path(name)
         say("making weights")
@@ -63,7 +63,7 @@ def soak(file: ServeFile, prompts: Sequence[PromptGroup], plan: SoakPlan, say: S
 
 
 def left_over(log: ProcessLog) -> int:
-    """Processes of the soak, but this one, that still run SETTLE_S after its end."""
+    """Returns the number of the soak's processes, except this one, that still run SETTLE_S after its end."""
     others = [key for key, role in log.roles.items() if role != "soak"]
     deadline_s = time.monotonic() + SETTLE_S
     while (left := sum(is_alive(*key) for key in others)) and time.monotonic() < deadline_s:
@@ -89,7 +89,7 @@ class LiveSoak:
         self._began_s = time.monotonic()
 
     async def run(self, folder: Path, replicas: int) -> dict:
-        """`folder`: for the drivers' files."""
+        """Runs the soak. `folder`: for the drivers' files."""
         await self._refer(replicas)
         self._began_s = time.monotonic()
         stopped = asyncio.Event()
@@ -117,7 +117,7 @@ class LiveSoak:
         return self._report(seconds, stopped.is_set(), unfinished, crossed) | {"memory": memory}
 
     async def _refer(self, replicas: int) -> None:
-        """Roll out each batch under each folder of weights, undisturbed."""
+        """Makes the references: rolls out each batch under each folder of weights, undisturbed."""
         await whole(self._client, replicas)
         await self._client.set_policies(UNDISTURBED)
         for weights, folder in enumerate(self._folders):
@@ -141,7 +141,7 @@ class LiveSoak:
         return {s.name: DriverProcess(s, address, folder, self._book.hear) for s in self._scripts}
 
     async def _wait(self, stopped: asyncio.Event, endless: Sequence[asyncio.Task]) -> None:
-        """Until the time is up, or somebody stops it. Raises the error of a task that ought not to end."""
+        """Waits until the time is up, or somebody stops the soak. Raises the error of a task that ought not to end."""
         waiting = asyncio.create_task(stopped.wait())
         seconds = 60 * self._plan.minutes
         done, _ = await asyncio.wait([waiting, *endless], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ class LiveSoak:
             task.result()
 
     async def _finish(self, drivers: dict, rolling: Sequence[asyncio.Task], stopped: asyncio.Event) -> None:
-        """Let the batches in flight end, unless the soak was stopped."""
+        """Lets the batches in flight end, unless the soak was stopped."""
         for driver in drivers.values():
             driver.finish()
         if not stopped.is_set():
@@ -162,7 +162,7 @@ class LiveSoak:
         await _cancelled(*rolling)
 
     async def _check_crossed(self, stopped: asyncio.Event) -> dict:
-        """The samples that crossed updates; if the soak is stopped, none or a part of them."""
+        """Checks the samples that crossed updates; if the soak is stopped, none or a part of them."""
         unchecked = sum(len(one.stretches) - 1 for one in self._book.crossed)
         none = {"samples": len(self._book.crossed), "checked": 0, "unchecked": unchecked}
         if stopped.is_set():
@@ -195,7 +195,7 @@ class LiveSoak:
             await asyncio.sleep(LOOK_S)
 
     async def _measure(self) -> None:
-        """Memory of all processes, and a line of progress."""
+        """Records the memory of all processes, and prints a line of progress."""
         said_s = self._now()
         while True:
             readings = await asyncio.to_thread(read_all)
@@ -243,12 +243,12 @@ class LiveSoak:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds."""
+    """Returns minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 async def _cancelled(*tasks: asyncio.Task) -> None:
-    """End tasks; an error that one has ended with is raised by its reader."""
+    """Cancels tasks; the error of one that has ended with it is raised by its reader."""
     for task in tasks:
         task.cancel()
     for task in tasks:

@@ -12,17 +12,17 @@ from tailrace.deployments.messages.rollout import Message, PromptGroup, RolloutB
 TRAINER, EVALUATOR = "trainer", "evaluator"
 
 BATCHES_PER_VERSION = 2
-"""Of the trainer, so that each of its batches meets each folder of weights."""
+"""Number of the trainer's batches for each version, so that each of its batches meets each folder of weights."""
 
 TRAINED = {"samples": 4, "max_tokens": 96}
 TAIL_TOKENS = 384
-"""Of the last prompt of each of the trainer's batches: its samples are the tail."""
+"""Maximum tokens of the last prompt of each of the trainer's batches: its samples are the tail."""
 
 EVALUATED = {"samples": 2, "max_tokens": 40, "sampling": SamplingParams(temperature=0.6, top_p=0.95)}
 
 
 class DriverScript(Message):
-    """`folders`: weights that take turns, version by version. Where there are none, the weights are left alone."""
+    """`folders`: weights that take turns, version by version. If there are none, the weights are left alone."""
 
     name: str
     role: Role
@@ -31,12 +31,12 @@ class DriverScript(Message):
     folders: tuple[str, ...] = ()
 
     def batch(self, number: int) -> RolloutBatch:
-        """Batch `number`, counted from 0; the trainer's refuse any other weights than their own."""
+        """Returns batch `number`, counted from 0; the trainer's refuse any other weights than their own."""
         changes = {"batch_id": f"soak-{self.name}-{number}", "weights_version": self.version(number)}
         return self.batches[number % len(self.batches)].model_copy(update=changes)
 
     def version(self, number: int) -> int | None:
-        """The weights version of batch `number`: the references took the first ones, one for each folder."""
+        """Returns the weights version of batch `number`: the references took the first ones, one for each folder."""
         return len(self.folders) + number // BATCHES_PER_VERSION if self.folders else None
 
     def folder(self, version: int) -> str:
@@ -44,7 +44,7 @@ class DriverScript(Message):
 
 
 def scripts_of(prompts: Sequence[PromptGroup], folders: Sequence[str], app_name: str) -> tuple[DriverScript, ...]:
-    """The trainer's and the evaluator's, over 4 prompts or more."""
+    """Returns the scripts of the trainer and the evaluator, over 4 prompts or more."""
     long_tailed = [
         [one.model_copy(update=TRAINED | ({"max_tokens": TAIL_TOKENS} if one is four[-1] else {})) for one in four]
         for four in (prompts[:4], prompts[-4:])

@@ -14,19 +14,19 @@ from tailrace.lab.verification.services import drafter_like
 from tailrace.policies.families.registry import Policies
 
 KV_GIB = 0.5
-"""For each model at most: three of them share one machine."""
+"""Maximum KV in GiB for each model: three of them share one machine."""
 
 DISTURBED = Policies(**chunked(32, {"type": "fixed", "tokens": 6}, "round_robin"))
-"""Every sample moves at every chunk, through the pool, and is drafted for."""
+"""Policies under faults: every sample moves at every chunk, through the pool, and is drafted for."""
 
 UNDISTURBED = Policies(**WHOLE, drafting="off")
-"""Of the references: whole samples, each on one replica, without drafts."""
+"""Policies of the references: whole samples, each on one replica, without drafts."""
 
 OTHER_WEIGHTS = 2
 
 
 def file_of(file: ServeFile, folder: Path) -> ServeFile:
-    """The configuration of the service. `folder`: for the draft model's weights."""
+    """Returns the configuration of the service. `folder`: for the draft model's weights."""
     engine = file.application.args.engine
     file = with_engine(file, {**dict(GROUP), "kv_cache_gib": min(engine.kv_cache_gib, KV_GIB)})
     application = file.application
@@ -44,7 +44,7 @@ def file_of(file: ServeFile, folder: Path) -> ServeFile:
 
 
 def weights_of(file: ServeFile, folder: Path) -> Sequence[str]:
-    """The configured weights first, then others made from them in `folder`."""
+    """Returns the configured weights first, then others made from them in `folder`."""
     model = resolve_model(file.application.args.engine.model)
     others = [perturbed(model, folder / f"weights-{seed}", seed) for seed in range(1, OTHER_WEIGHTS + 1)]
     return [str(model), *map(str, others)]

@@ -1,6 +1,6 @@
 """The service as its status shows it during a soak: tokens per second, silence, contained errors.
 
-A coordinator that was killed counts from 0 again; its successors' errors are added. Called by lab/soak/run.py.
+A coordinator that was killed counts from 0 again; the errors of the next ones are added. Called by lab/soak/run.py.
 """
 
 from collections import Counter
@@ -8,7 +8,7 @@ from collections import Counter
 from tailrace.deployments.messages.status import ServiceStatus
 
 RATE_S = 5.0
-"""Of one point of the curve of tokens per second."""
+"""Seconds of one point of the curve of tokens per second."""
 
 
 class ServiceWatch:
@@ -24,7 +24,7 @@ class ServiceWatch:
         self._made, self._since_s, self._last_token_s = 0, 0.0, 0.0
 
     def miss(self, error: Exception) -> None:
-        """Note a call for the status that gave none."""
+        """Records a call for the status that gave none."""
         self.failures[type(error).__name__] += 1
 
     def look(self, at_s: float, status: ServiceStatus) -> None:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from tailrace.lab.simulator.types import Ended, Span
 
 OWNER = "owner"
-"""The draft method of a runner that no copy names one for: it continues as it did before the race."""
+"""Draft method of a runner for which no copy names one: it continues as before the race."""
 
 
 COUNTS = ("verifications", "drafted_tokens", "accepted_tokens", "pulled_tokens", "computed_tokens")
-"""Of a chunk's end; 0 in journals of cores that did not write them down."""
+"""Counts at a chunk's end; 0 in journals of cores that did not record them."""
 
 
 class ReplicaLifetime(NamedTuple):
@@ -60,10 +60,10 @@ class RecordedChunk:
     accepted_tokens: int = 0
     pulled_tokens: int = 0
     computed_tokens: int = 0
-    expected_tokens: int = 0  # of the whole answer, as estimated at its start
+    expected_tokens: int = 0  # length of the whole answer, as estimated at its start
 
     def count(self, event) -> None:
-        """Note the counts of its `ChunkFinished`."""
+        """Records the counts of its `ChunkFinished`."""
         self.new_tokens = event.new_tokens
         for name in COUNTS:
             setattr(self, name, getattr(event, name, 0))
@@ -73,7 +73,7 @@ class RecordedChunk:
         return self.race not in (None, self.chunk_id)
 
     def spans(self) -> list[Span]:
-        """One, or two: until its first token was seen, and from then on. Chunks of a race are not divided."""
+        """Returns one span, or two: until its first token was seen, and after it. Chunks of a race are not divided."""
         if self.race is not None:
             role = {True: "won", False: "lost", None: "race"}[self.won]
             return [self._span(role, self.begin_s, self.end_s, self.new_tokens)]
@@ -95,7 +95,7 @@ class RecordedChunk:
         )
 
     def _note(self) -> str:
-        """Few notes differ, since a page keeps each of them once."""
+        """Returns a note. Few notes differ, since a page keeps each of them once."""
         words = [self.reason]
         if self.race is not None:
             words.append({True: "won the race", False: "lost the race", None: "races"}[self.won])
@@ -131,8 +131,9 @@ class RecordedRace:
 
 @dataclass(slots=True)
 class RecordedSample:
-    """`where`: the replica of its last chunk that counted; None before the first. `batch`: a number.
-    `prompt_tokens`: of its context, also those that came between its turns."""
+    """`where`: the replica of its last chunk that counted; None before the first. `batch`: a number. `prompt_tokens`:
+    context tokens that were not generated, also those that came between its turns.
+    """
 
     batch: int
     prompt_tokens: int
@@ -146,11 +147,11 @@ class RecordedSample:
 
     @property
     def tokens(self) -> int:
-        """Answer tokens that are known of; copies make the same ones."""
+        """Number of known answer tokens; copies make the same ones."""
         return max((chunk.start + chunk.new_tokens for chunk in self.chunks), default=0)
 
     def as_ended(self, sample_id: str) -> Ended:
-        """Its drafts are those of all its chunks, copies included."""
+        """Returns the ended sample. Its drafts are those of all its chunks, copies included."""
         return Ended(
             sample_id=sample_id,
             step=self.batch,

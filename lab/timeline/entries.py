@@ -1,8 +1,8 @@
 """A journal's lines as the events and actions of a core, in order, whichever core wrote it.
 
 A replay needs every field to be as this version writes it (`deployments/coordinator/journal.py`); a timeline needs
-times, ids and tokens. So unknown kinds of entries and unused fields are passed on unread, and journals of older and
-newer cores can be drawn. Called by `lab/timeline/record.py`.
+times, ids and tokens. Unknown kinds of entries and unused fields are therefore passed on unread, and journals of older
+and newer cores can be drawn. Called by `lab/timeline/record.py`.
 """
 
 import json
@@ -26,7 +26,7 @@ def _header(data: dict) -> SimpleNamespace:
 
 
 def entries(lines: Iterable[str]) -> Iterator[Entry]:
-    """First the header, as an entry of kind `journal`. Raises ValueError that names the line."""
+    """Yields the entries, first the header, as an entry of kind `journal`. Raises ValueError that names the line."""
     number = 0
     for number, text in enumerate(lines, start=1):
         try:

@@ -18,17 +18,18 @@ TAKEN = ("samples", "tokens", "makespan_s", "tail_s", "tail_share", "tokens_per_
 """Keys taken from the simulator's report of a run."""
 
 LONGEST = 12
-"""Samples of the table."""
+"""Number of samples in the table."""
 
 MOST_STAYS = 8
-"""Of one sample, in the table."""
+"""Maximum number of stays of one sample, in the table."""
 
 
 def figures(record: Record, bands: list[Band]) -> dict:
-    """`replica_s`: replica-seconds up, from the first submission to the end of the last sample. `busy_share`: of that,
-    when a chunk ran, whether it had made a token or not. `role_s`: replica-seconds by role. `wins`: races won by draft
-    method; `owner`: by the chunk that was copied, where it names no method. `weights`: the versions, with the seconds
-    at which they came. Tokens of drafts and KV are those of all chunks, see `tokens_of`."""
+    """Returns the figures. `replica_s`: replica-seconds up, from the first submission to the end of the last sample.
+    `busy_share`: share of that in which a chunk ran, whether it had made a token or not. `role_s`: replica-seconds by
+    role. `wins`: races won by draft method; `owner`: by the chunk that was copied, if it names no method. `weights`:
+    the versions, with the seconds at which they came. Tokens of drafts and KV are those of all chunks, see `tokens_of`.
+    """
     said = summary(record.run)
     replicas = of_replicas(record, bands)
     return {
@@ -45,7 +46,9 @@ def figures(record: Record, bands: list[Band]) -> dict:
 
 
 def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
-    """By id: up_s, busy_share (None: never up), tokens made there, its drafts and KV, and seconds in each role."""
+    """Returns by id: up_s, busy_share (None: never up), tokens made there, its drafts and KV, and seconds in each
+    role.
+    """
     seconds = role_seconds(bands)
     spans, chunks = [[] for _ in record.names], [[] for _ in record.names]
     for span in record.run.spans:
@@ -63,8 +66,10 @@ def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
 
 
 def tokens_of(chunks: Sequence[RecordedChunk]) -> dict:
-    """Draft tokens and the share of them that was accepted; tokens made in an engine step, the acceptance length; and
-    context tokens whose KV came from the pool, or was computed. None where the journal holds no count of steps."""
+    """Returns draft tokens and the share of them that was accepted; tokens made in an engine step, the acceptance
+    length; and context tokens whose KV came from the pool, or was computed. None if the journal holds no count of
+    steps.
+    """
     sums = {name: sum(getattr(chunk, name) for chunk in chunks) for name in COUNTS}
     verified = sum(chunk.new_tokens for chunk in chunks if chunk.verifications)
     return {
@@ -82,23 +87,23 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def wins(record: Record) -> dict[str, int]:
-    """Races won, by draft method."""
+    """Returns the number of races won, by draft method."""
     won = Counter(race.winner.method or OWNER for race in record.races if race.winner is not None)
     return dict(sorted(won.items()))
 
 
 def seconds(value: float) -> str:
-    """To hundredths: chunks of a run take longer than the times of its journal are exact."""
+    """Returns seconds to hundredths: the times of a journal are less exact than that."""
     return number(round(value, 2))
 
 
 def unended(record: Record) -> int:
-    """Samples whose end the journal does not hold."""
+    """Returns the number of samples whose end the journal does not hold."""
     return sum(sample.ended_s is None for sample in record.samples.values())
 
 
 def longest(record: Record) -> list[list[str]]:
-    """The samples with the max tokens, as a table with its heads."""
+    """Returns the samples with most tokens, as a table with its heads."""
     table = [["sample", "tokens", "a step", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
     ordered = sorted(record.samples.items(), key=lambda item: (-item[1].tokens, -(item[1].ended_s or inf), item[0]))
     for sample_id, sample in ordered[:LONGEST]:
@@ -118,7 +123,7 @@ def longest(record: Record) -> list[list[str]]:
 
 
 def _ran_on(record: Record, sample: RecordedSample) -> str:
-    """Replicas in their order, a stay each; a copy is named after a `+`, with its method."""
+    """Returns the replicas of a sample in order, one for each stay; a copy is named after a `+`, with its method."""
     stays: list[str] = []
     for chunk in sample.chunks:
         name = record.names[chunk.replica]

@@ -21,13 +21,13 @@ ROW = (
     "wherever it goes, strong if it ended in the tail. Point at a span for its sample, tokens, seconds and reason."
 )
 MOST_SPANS = 300_000
-"""Of 23 bytes each: 9.2 MB of base64. 16,384 samples in 18 chunks each."""
+"""Maximum number of spans of 23 bytes each: 9.2 MB of base64. 16,384 samples in 18 chunks each."""
 
 Series = dict[str, list[tuple[float, float]]]
 """Points over the seconds of the run, by name."""
 
 MOST_RACES, MOST_REPLICAS = 20, 64
-"""Rows of tables."""
+"""Maximum numbers of rows of tables."""
 
 SIGNS = (
     "★: won a race",
@@ -36,7 +36,7 @@ SIGNS = (
 
 
 def page(title: str, record: Record, bands: list[Band], said: dict) -> str:
-    """The page, as text. `said`: the run's `figures`."""
+    """Returns the page as text. `said`: the run's `figures`."""
     shown = drawable({"run": record.run}, MOST_SPANS)
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -56,7 +56,7 @@ def page(title: str, record: Record, bands: list[Band], said: dict) -> str:
 
 
 def notes(record: Record, said: dict) -> list[str]:
-    """Limits of the journal that a reader must know."""
+    """Returns limits of the journal that a reader must know."""
     found = []
     if said["dropped_entries"]:
         found.append(f"The journal was full: its last {said['dropped_entries']:,} entries were not kept.")
@@ -66,7 +66,7 @@ def notes(record: Record, said: dict) -> list[str]:
 
 
 def rows_of(record: Record, bands: list[Band]) -> Rows:
-    """The parts of the timeline besides spans."""
+    """Returns the parts of the timeline besides spans."""
     ended = record.run.ended
     steps = sorted({sample.step for sample in ended})
     began = dict(zip(steps, tails(ended), strict=True))
@@ -92,7 +92,7 @@ def _headline(said: dict) -> str:
 
 
 def drafts_and_kv(said: dict) -> list[str]:
-    """Of a run or a replica, in words; the journal may hold neither."""
+    """Returns drafts and KV of a run or a replica, in words; the journal may hold neither."""
     words = []
     if said["drafted_tokens"]:
         words.append(f"{percent(said['accepted_share'])} of {said['drafted_tokens']:,} draft tokens accepted")
@@ -150,18 +150,18 @@ def _over_time(record: Record) -> str:
 
 
 def lengths(record: Record) -> Series:
-    """Tokens of a sample that an engine step makes; nothing if the journal does not hold steps."""
+    """Returns tokens of a sample that an engine step makes; nothing if the journal does not hold steps."""
     return {"a step": acceptance(record.run.spans, record.run.makespan_s)}
 
 
 def drafts(record: Record) -> Series:
-    """The share of draft tokens that was accepted."""
+    """Returns the share of draft tokens that was accepted."""
     spread = [(c.begin_s, c.end_s, c.accepted_tokens, c.drafted_tokens) for c in record.chunks if c.drafted_tokens]
     return {"accepted": ratio_over_time(spread, record.run.makespan_s)}
 
 
 def kv(record: Record) -> Series:
-    """Context tokens so far whose KV was pulled from the pool, and whose was computed."""
+    """Returns context tokens so far whose KV was pulled from the pool, and whose KV was computed."""
     chunks = sorted(record.chunks, key=lambda chunk: chunk.begin_s)
     found = {}
     for name, count in (("pulled from the pool", "pulled_tokens"), ("computed", "computed_tokens")):
@@ -187,7 +187,7 @@ def _races(said: dict) -> str:
 
 
 def _roles(said: dict) -> str:
-    """The replicas that were up longest, if there are many."""
+    """Returns the table of the replicas that were up longest, if there are many."""
     made = ("tokens", "drafted", "accepted", "a step", "KV pulled", "computed")
     rows = [["replica", "up s", "busy", *made, *(f"{WORDS[role]} s" for role in ROLES)]]
     ordered = sorted(said["replicas"].items(), key=lambda item: -item[1]["up_s"])

@@ -27,11 +27,11 @@ RUN = 1
 """The process of the run; replicas have the numbers after it."""
 
 LANE_THREADS = 10_000
-"""Threads of a replica: a number is that of one thread in the whole trace."""
+"""Number of threads of a replica: a number is that of one thread in the whole trace."""
 
 
 def trace_events(title: str, record: Record, bands: Sequence[Band]) -> dict:
-    """The trace, as JSON. Chunks have their counts, reasons and ends as arguments of their slices."""
+    """Returns the trace as JSON. Chunks have their counts, reasons and ends as arguments of their slices."""
     events = [
         *_named(record),
         *_chunks(record),
@@ -64,7 +64,7 @@ def _process(replica: int) -> int:
 
 
 def _thread(replica: int, lane: int = -1) -> int:
-    """The thread of a lane; without one that of the replica's activity."""
+    """Returns the thread of a lane; without one that of the replica's activity."""
     return _process(replica) * LANE_THREADS + lane + 1
 
 
@@ -112,7 +112,9 @@ def _arguments(record: Record, chunk: RecordedChunk) -> dict:
 
 
 def _arrows(record: Record) -> dict[int, dict]:
-    """By `id` of a chunk: its place in the chain of its sample's chunks, of races the winner. One alone has none."""
+    """Returns arrows by `id` of a chunk: its place in the chain of its sample's chunks, of races the winner. A single
+    chunk has none.
+    """
     found = {}
     for number, sample in enumerate(record.samples.values(), start=1):
         kept = [chunk for chunk in sample.chunks if chunk.won or (chunk.won is None and not chunk.is_copy)]
@@ -174,5 +176,5 @@ def _counter(name: str, at_s: float, values: dict) -> dict:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, the format's unit, in whole nanoseconds."""
+    """Returns microseconds, the format's unit, in whole nanoseconds."""
     return round(seconds * 1e9) / 1e3

@@ -1,6 +1,6 @@
 """A recorded run as the board plays it back: frames of the rows that a live service would have shown, and each sample.
 
-Tokens of a running chunk are put evenly between its first and its last: a journal has them at its end. The KV pool,
+Tokens of a running chunk are spread evenly between its first and its last: a journal has them at its end. The KV pool,
 texts and weights are not in a journal. `tailrace board --journal` calls it.
 """
 
@@ -19,13 +19,13 @@ FRAMES = 400
 SHORTEST_S = 0.1
 LONGEST = 64
 MAX_UNENDED = 5_000
-"""With more samples in flight, those that wait are counted and not looked at one by one."""
+"""Maximum number of samples in flight that are shown one by one; with more, waiting ones are only counted."""
 
 TAIL_SHARE = 0.9
 
 
 def recording(name: str, record: Record) -> Recording:
-    """`name`: of the journal."""
+    """Returns the recording. `name`: the journal's name."""
     frames, state, lines = [], {}, 0
     for at_s in _times(record.run.makespan_s):
         now = _Moment(record, at_s).sections()
@@ -174,14 +174,14 @@ def _rate(chunk: RecordedChunk) -> float:
 
 
 def _made(chunk: RecordedChunk, at_s: float) -> float:
-    """Tokens of a chunk up to a moment."""
+    """Returns the tokens of a chunk up to a moment."""
     if at_s >= chunk.end_s:
         return chunk.new_tokens
     return max(0.0, at_s - chunk.silent_s) * _rate(chunk)
 
 
 def _tokens(sample: RecordedSample, at_s: float) -> float:
-    """Answer tokens up to a moment; copies make the same ones."""
+    """Returns the answer tokens up to a moment; copies make the same ones."""
     return max((chunk.start + _made(chunk, at_s) for chunk in sample.chunks if chunk.begin_s <= at_s), default=0.0)
 
 

@@ -1,8 +1,8 @@
 """The record of a run by its journal: chunks, samples, races and lifetimes of replicas. Its clock starts at the first
 submission and stops as the last sample ends.
 
-Kinds of entries without a handler here say nothing that a timeline shows. Of a single batch, samples go by their names
-within it. `tailrace timeline` calls it.
+Kinds of entries without a handler here do not concern a timeline. In a single batch, samples are named within the
+batch. `tailrace timeline` calls it.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ from tailrace.lab.timeline.replica_lifetimes import ReplicaLifetimes
 class Record:
     """A run as it went. Replicas are numbers: places in `names` and `lifetimes`, in the order of joining.
 
-    `asked`: (seconds, replicas that there should be, why). `weights`: (seconds, version), from the first submission.
-    `dropped`: entries that the journal does not hold.
+    `asked`: (seconds, wanted replicas, reason). `weights`: (seconds, version), from the first submission. `dropped`:
+    entries that the journal does not hold.
     """
 
     run: SimulatedRun
@@ -35,8 +35,9 @@ class Record:
 
 
 def record(lines: Iterable[str]) -> Record:
-    """The record of a journal. Raises ValueError that names the line: no journal, no submission, an entry without a
-    needed field, or one about an unknown id."""
+    """Returns the record of a journal. Raises ValueError that names the line: no journal, no submission, an entry
+    without a needed field, or one about an unknown id.
+    """
     reading = _Reading()
     for entry in entries(lines):
         try:
@@ -153,7 +154,7 @@ class _Reading:
         self._races.setdefault(name, RecordedRace([first], first)).runners.append(chunk)
 
     def _measured(self, event) -> None:
-        """A report of the replica: the chunks that run there, each with its progress."""
+        """Takes a report of the replica: the chunks that run there, each with its progress."""
         self._look_at(self._lifetimes.names[event.replica_id], event.performance["observed_at"])
 
     def _streamed(self, event) -> None:
@@ -165,7 +166,7 @@ class _Reading:
                 chunk.silent_s = max(chunk.begin_s, before_s)
 
     def _look_at(self, number: int, observed_at: float) -> float:
-        """Notes a look at a replica; returns the one before it."""
+        """Records a look at a replica. Returns the one before it."""
         before_s, last_s = self._looks.get(number, (0.0, 0.0))
         at_s = 0.0 if self._zero is None else max(0.0, observed_at - self._zero)
         if at_s > last_s:
@@ -268,7 +269,7 @@ class _Reading:
 
 
 _UNSETTLED = ("ChunkFinished", "ChunkFailed")
-"""Until the next tick has decided on it, a sample whose chunk has ended neither waits nor has ended."""
+"""Events after which, until the next tick, a sample whose chunk has ended neither waits nor has ended."""
 
 _HANDLERS = {
     "journal": _Reading._header,

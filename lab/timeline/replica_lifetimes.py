@@ -1,6 +1,6 @@
-"""When replicas were up, and since when those that left were closing.
+"""Lifetimes of replicas, and the start of closing of those that left.
 
-A journal does not say when a replica began to close. One that leaves after a request for fewer replicas has been
+A journal does not record when a replica began to close. One that leaves after a request for fewer replicas has been
 closing since its first abort after its last start, or else since that request. `lab/timeline/record.py` calls the
 methods in the order of events; seconds are the record's.
 """
@@ -31,20 +31,20 @@ class ReplicaLifetimes:
         self._ended[number].append(ReplicaLifetime(self.up.pop(number), now_s, closing_s))
 
     def start(self, number: int, now_s: float) -> None:
-        """A chunk starts there."""
+        """Records that a chunk starts there."""
         self._last_start[number] = now_s
         self._aborted.pop(number, None)
 
     def abort(self, replica_id: str, now_s: float) -> None:
-        """A chunk there is aborted."""
+        """Records that a chunk there is aborted."""
         self._aborted.setdefault(self.names[replica_id], now_s)
 
     def stop(self, number: int, now_s: float) -> None:
-        """A chunk there has ended."""
+        """Records that a chunk there has ended."""
         self._last_end[number] = now_s
 
     def until(self, end_s: float) -> tuple[tuple[ReplicaLifetime, ...], ...]:
-        """All lifetimes, by number, as of end_s: later than that nothing counts."""
+        """Returns all lifetimes, by number, as of end_s: later than that nothing counts."""
         closing = self._still_closing()
         found = [list(of_one) for of_one in self._ended]
         for number, joined_s in self.up.items():
@@ -59,7 +59,7 @@ class ReplicaLifetimes:
         return max(0, len(self.up) - self.asked[-1][1]) if self.asked else 0
 
     def _too_many_since_s(self) -> float:
-        """The first of the last requests that were all for fewer than there are."""
+        """Returns the time of the first of the last requests that were all for fewer than there are."""
         since_s = self.asked[-1][0]
         for at_s, replicas, _ in reversed(self.asked):
             if replicas >= len(self.up):
@@ -72,7 +72,9 @@ class ReplicaLifetimes:
         return max(self.up[number], min(asked_s, self._aborted.get(number, asked_s)))
 
     def _still_closing(self) -> list[int]:
-        """The replicas that are about to leave: Serve stops the newest first, and these have run nothing since."""
+        """Returns the replicas that are about to leave: Serve stops the newest first, and these have run nothing
+        since.
+        """
         if not self._too_many():
             return []
         since_s = self._too_many_since_s()

@@ -1,6 +1,6 @@
 """The activity of each replica over time: bands of one role each, without a gap while the replica is up.
 
-Of several activities at once the first of ROLES counts: a replica that makes tokens of one sample and computes the
+If several activities run at once, the first of ROLES counts: a replica that makes tokens of one sample and computes the
 prompt of another generates. Figures, page and picture read these.
 """
 
@@ -26,7 +26,7 @@ WORDS = {
 
 
 def bands(record: Record) -> list[Band]:
-    """By replica, then by time."""
+    """Returns the bands by replica, then by time."""
     by_replica: list[list[RecordedChunk]] = [[] for _ in record.names]
     for chunk in record.chunks:
         by_replica[chunk.replica].append(chunk)
@@ -39,7 +39,7 @@ def bands(record: Record) -> list[Band]:
 
 
 def role_seconds(found: Iterable[Band]) -> Counter:
-    """Seconds by (replica, role)."""
+    """Returns seconds by (replica, role)."""
     seconds: Counter = Counter()
     for band in found:
         seconds[band.replica, band.role] += band.end_s - band.begin_s

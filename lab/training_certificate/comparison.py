@@ -10,7 +10,7 @@ COMPARED = ("reward_mean", "reward_std", "loss", "grad_norm", "weights_checksum"
 
 
 def first_difference(expected: Sequence[LedgerRow], got: Sequence[LedgerRow]) -> dict[str, Any] | None:
-    """The first step and field that differ, or None."""
+    """Returns the first step and field that differ, or None."""
     for wanted, found in zip(expected, got, strict=False):
         for name in COMPARED:
             if getattr(wanted, name) != getattr(found, name):

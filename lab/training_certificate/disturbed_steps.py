@@ -1,4 +1,4 @@
-"""Disturbances of a training run: each happens while the samples of its step are under way."""
+"""Disturbances of a training run: each happens while the samples of its step are in flight."""
 
 import asyncio
 import threading
@@ -10,11 +10,11 @@ from tailrace.lab.verification.chaos import kill, stores
 LOOK_S = 0.1
 
 Disturb = Callable[[RolloutClient, str], Awaitable[str]]
-"""Takes the id of the step's batch; returns a note, empty if it did not happen."""
+"""Takes the id of the step's batch. Returns a note, empty if it did not happen."""
 
 
 async def end_a_store(client: RolloutClient, batch_id: str) -> str:
-    """Kill the process of a node of the KV pool, with all KV that it has."""
+    """Kills the process of a node of the KV pool, with all its KV."""
     view = await client.pool_status()
     pids = stores(view) if view is not None and view.status is not None else []
     await kill(pids[:1])

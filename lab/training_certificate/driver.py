@@ -1,4 +1,4 @@
-"""A driver that trains, in a process of its own, so that it can be killed.
+"""A driver that trains in a separate process, so that it can be killed.
 
 Called by `runs`. The process starts afresh, as a command would, and connects to the running service.
 """
@@ -16,18 +16,20 @@ from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
 
 LOOK_S = 0.2
-"""Between two looks at the ledger of a driver that is to be killed."""
+"""Seconds between two reads of the ledger of a driver that is to be killed."""
 
 
 class TrainingDriver:
-    """`folder`: of the run. `address`: of the cluster. `backwards`: add gradients in the reverse of the fixed order."""
+    """`folder`: folder of the run. `address`: address of the cluster. `backwards`: add gradients in the reverse of the
+    fixed order.
+    """
 
     def __init__(self, config: TrainConfig, folder: Path, address: str, backwards: bool = False):
         self._arguments = config.model_dump_json(), str(folder), address, backwards
         self._ledger = folder / "ledger.jsonl"
 
     def run(self, kill_after: int | None = None) -> list[LedgerRow]:
-        """Train to the end, or until this many steps are in the ledger. Raises Failed if the driver fails."""
+        """Trains to the end, or until this many steps are in the ledger. Raises Failed if the driver fails."""
         process = get_context("spawn").Process(target=_train, args=self._arguments, name="trainer")
         process.start()
         while process.is_alive() and (kill_after is None or len(self._rows()) < kill_after):
@@ -44,7 +46,7 @@ class TrainingDriver:
 
 
 def backward_order(question_ids: Sequence[str], longest: dict[str, int]) -> tuple[int, ...]:
-    """The reverse of `by_expected_length`."""
+    """Returns the reverse of `by_expected_length`."""
     from tailrace.app.train.gradients.gradient_order import by_expected_length
 
     return tuple(reversed(by_expected_length(question_ids, longest)))

@@ -1,9 +1,9 @@
-"""The certificate of learning: one training, by the plainest rollout and by all that must not matter at once.
+"""The certificate of learning: one training, by the plainest rollout and by one with every change that must not matter.
 
 The reference has one replica, whole samples, no drafts and no pool, and trains by turns. The other run has chunks,
-moves, drafts from group and history, replicas that go and come, gradients that overlap with the rollout, a replica
-killed in one step, a store of the pool in another, and a driver that is killed and started again. Called by
-`tailrace verify --train`.
+moves, drafts from group and history, replicas that start and stop, gradients that overlap with the rollout, a replica
+killed in one step, a store of the pool in another, and a driver that is killed and started again. Called by `tailrace
+verify --train`.
 """
 
 import asyncio
@@ -35,22 +35,23 @@ from tailrace.lab.verification.services import Service
 from tailrace.policies.families.registry import Policies
 
 DISTURBED = {1: kill_a_replica, 2: end_a_store}
-"""By step, counted from 0."""
+"""Disturbances by step, counted from 0."""
 
 KILLED_AFTER = 3
-"""Steps in the ledger as the driver is killed; it continues from the checkpoint after the second."""
+"""Number of steps in the ledger when the driver is killed; it continues from the checkpoint after the second."""
 
 MIN_STEPS = 4
 
 ORDERED_GROUPS = 3
-"""Groups with a gradient from which on a sum depends on its order: two terms commute."""
+"""Minimum number of groups with a gradient for which a sum depends on its order: two terms commute."""
 
 PLAIN = WHOLE | {"drafting": "off"}
 EVERYTHING = chunked(16, "fixed", "round_robin") | SHRINKS
 
 
 def training(model: str, steps: int, groups: int, samples: int, max_tokens: int) -> TrainConfig:
-    """Sums of small numbers; there are few questions, so that later steps have the history of earlier ones.
+    """Returns the configuration: sums of small numbers, with few questions, so that later steps have the history of
+    earlier ones.
 
     The reward differs from sample to sample: a group with one reward for all has no gradient, and proves nothing.
     """
@@ -68,7 +69,7 @@ def training(model: str, steps: int, groups: int, samples: int, max_tokens: int)
 
 
 def measure(file: ServeFile, config: TrainConfig, backwards: bool, say: Callable[[str], None]) -> dict:
-    """Both runs, and whether they are the same to the bit. Close calls are drawn again in both.
+    """Runs both, and returns whether they are the same to the bit. Close calls are drawn again in both.
 
     `backwards`: a fault, which the comparison must find.
     """
@@ -84,8 +85,9 @@ def measure(file: ServeFile, config: TrainConfig, backwards: bool, say: Callable
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """`work`: the engines' counts of draws, see `closeness.work_of`. `notes`: a disturbance each, empty if it did not
-    happen."""
+    """`work`: the engines' counts of draws, see `closeness.work_of`. `notes`: one for each disturbance, empty if it did
+    not happen.
+    """
 
     name: str
     seconds: float
@@ -132,13 +134,14 @@ def _everything(
 
 
 def by_step(groups: list[GroupResult]) -> list[GroupResult]:
-    """The groups under names that no other step has."""
+    """Returns the groups under names that no other step has."""
     return [group.model_copy(update={"prompt_id": f"{group.step}.{group.prompt_id}"}) for group in groups]
 
 
 def certificate(plain: TrainingRun, everything: TrainingRun) -> dict:
-    """`identical`: all steps are the same to the bit, the second run was disturbed as planned, and a wrong order of
-    gradients would have shown. `ordered_steps`: those in which it would."""
+    """Returns the certificate. `identical`: all steps are the same to the bit, the second run was disturbed as planned,
+    and a wrong order of gradients would have shown. `ordered_steps`: those in which it would.
+    """
     difference = first_difference(plain.rows, everything.rows)
     runs = [figures(plain, None), figures(everything, difference)]
     lacks = [key for key in ("chunked_share", "moved_samples", "drafted_tokens") if not runs[1][key]]
@@ -156,7 +159,7 @@ def certificate(plain: TrainingRun, everything: TrainingRun) -> dict:
 
 
 def figures(run: TrainingRun, difference: dict | None) -> dict:
-    """The report of a run."""
+    """Returns the report of a run."""
     summary, kept = summarise(run.groups), ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens")
     found = {"name": run.name, "seconds": round(run.seconds, 1), "first_difference": difference, "notes": run.notes}
     return found | {key: summary[key] for key in kept} | {"close_calls": close_calls_of(run.groups)}
@@ -182,7 +185,7 @@ def _one_replica(file: ServeFile) -> ServeFile:
 
 @contextmanager
 def _service(file: ServeFile) -> Iterator[tuple[RolloutClient, str]]:
-    """A client, and the address of its cluster."""
+    """Yields a client, and the address of its cluster."""
     with service(file, None) as client:
         import ray
 

@@ -1,4 +1,4 @@
-"""The workload with adapters: of three prompts in a row the model alone answers one, and an adapter each of the others.
+"""The workload with adapters: of every three prompts the model alone answers one, and an adapter each of the others.
 
 The adapters are random, made for the served model and loaded for one run. Called by lab/verification/tokens.py.
 """
@@ -21,14 +21,14 @@ NAMES = ("verify-one", "verify-two")
 RANK = 8
 
 SIZE = 0.02
-"""Of a change of weights, relative to their own deviation of 1 / sqrt(inputs): it turns a word in ten."""
+"""Size of a change of weights, relative to their own deviation of 1 / sqrt(inputs): it turns a word in ten."""
 
 LAYERS = (".self_attn.", ".mlp.")
 """Parts of the names of weights that get adapters."""
 
 
 def adapted(batch: RolloutBatch) -> RolloutBatch:
-    """The same prompts and keys; the adapters by turns."""
+    """Returns the same prompts and keys, with the adapters by turns."""
     by_turns = (None, *NAMES)
     groups = (
         group.model_copy(update={"adapter": by_turns[number % len(by_turns)]})
@@ -39,7 +39,7 @@ def adapted(batch: RolloutBatch) -> RolloutBatch:
 
 @asynccontextmanager
 async def adapters_of(client: RolloutClient) -> AsyncIterator[None]:
-    """Two adapters are loaded meanwhile, under NAMES."""
+    """Loads two adapters meanwhile, under NAMES."""
     model = Path((await client.status()).model)
     with TemporaryDirectory(prefix="tailrace-adapters-") as folder:
         for seed, name in enumerate(NAMES):

@@ -16,11 +16,11 @@ from tailrace.policies.protocol.actions import SampleEnd
 HOLD_S = 30.0
 
 SEED = 0
-"""Of the order of requests and the places of splits."""
+"""Seed of the order of requests and the places of splits."""
 
 
 async def one_by_one(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
-    """Every sample by a request of its own, in random order, all at once."""
+    """Asks for every sample by a separate request, in random order, all at once."""
     async with opened(client, batch) as session:
         for group, index in shuffled(batch):
             submit(session, group, index)
@@ -28,8 +28,9 @@ async def one_by_one(client: RolloutClient, batch: RolloutBatch) -> list[GroupRe
 
 
 async def in_two_turns(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
-    """Every sample in two turns, split at a random place: the second one's prompt ends with the first one's tokens.
-    Every other one is held between them."""
+    """Asks for every sample in two turns, split at a random place: the second one's prompt ends with the first one's
+    tokens. Every other one is held between them.
+    """
     rng = Random(SEED)
     async with opened(client, batch) as session:
         turns = [
@@ -43,7 +44,7 @@ async def in_two_turns(client: RolloutClient, batch: RolloutBatch) -> list[Group
 async def two_turns(
     session: RolloutSession, group: PromptGroup, index: int, split: int, hold_s: float
 ) -> SampleAnswer:  # fmt: skip
-    """One sample, whose first turn ends at `split` tokens, and is held for `hold_s` seconds."""
+    """Asks for one sample, whose first turn ends at `split` tokens, and is held for `hold_s` seconds."""
     settings = settings_of(group, index)
     first = await session.generate(**prompt_of(group), **settings, max_tokens=split, hold_s=hold_s)
     left = group.max_tokens - len(first.sample.token_ids)
@@ -57,7 +58,7 @@ async def two_turns(
 
 
 def joined_turns(first: SampleResult, then: SampleResult) -> SampleResult:
-    """The sample of two turns as one: its tokens, their logprobs, and its counts."""
+    """Returns the sample of two turns as one: its tokens, their logprobs, and its counts."""
     split = len(first.token_ids)
     shifted = [
         segment.model_copy(update={"start": segment.start + split, "end": segment.end + split})
@@ -75,7 +76,7 @@ def joined_turns(first: SampleResult, then: SampleResult) -> SampleResult:
 
 
 def shuffled(batch: RolloutBatch) -> list[tuple[PromptGroup, int]]:
-    """Every sample's group and index, in random order."""
+    """Returns every sample's group and index, in random order."""
     wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
     Random(SEED).shuffle(wanted)
     return wanted
@@ -90,7 +91,7 @@ def opened(client: SessionCalls, batch: RolloutBatch) -> RolloutSession:
 
 
 def prompt_of(group: PromptGroup) -> dict:
-    """The prompt as a request takes it."""
+    """Returns the prompt as a request takes it."""
     messages = None if group.messages is None else [message.model_dump() for message in group.messages]
     return {"token_ids": group.token_ids, "text": group.text, "messages": messages}
 

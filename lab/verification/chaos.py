@@ -1,7 +1,7 @@
 """The pool disturbed under a running rollout: every sample must end, with the tokens of the undisturbed run, in time.
 
-Each disturbance must leave its signs in the counts: one that hit nothing shows nothing, and fails. Every sample moves
-at every chunk, so that look-ups, loads and saves continue all the time. Called by `tailrace pool chaos`.
+Each disturbance must leave its signs in the counts: one without signs proves nothing, and fails. Every sample moves at
+every chunk, so that look-ups, loads and saves continue all the time. Called by `tailrace pool chaos`.
 """
 
 import asyncio
@@ -27,21 +27,27 @@ from tailrace.policies.families.registry import Policies
 POLICIES = chunked(16, "off", "round_robin")
 
 HEAL_S = 30.0
-"""Longest wait for the pool to be whole before a disturbance: a store that was lost mounts again within 4 s."""
+"""Longest wait in seconds for the pool to be whole before a disturbance: a store that was lost mounts again within 4
+s.
+"""
 
 RUN_S = 180.0
-"""A rollout of this workload takes 20 s; one that has not ended by then is wedged."""
+"""Longest time in seconds of a rollout: this workload takes 20 s; one that has not ended by then is stuck."""
 
 FROZEN_S = 2.5
-"""Longer than a load may take, shorter than the 3 s after which the master gives up a silent store."""
+"""Seconds of a freeze: longer than a load may take, shorter than the 3 s after which the master gives up a silent
+store.
+"""
 
 BUSY_S = 0.4
 
 GRACE_MS = 500
-"""A wait may exceed its deadline by this, or by the longest engine step: the engine looks between two steps."""
+"""Milliseconds by which a wait may exceed its deadline, unless the longest engine step is more: the engine looks
+between two steps.
+"""
 
 TOLD = ("_failed", "recomputed_tokens.", "pool_tokens", "local_tokens", "save_late", "lost", "evicted", "refused")
-"""Counts of the fate of KV, by part of their names."""
+"""Parts of the names of the counts that tell the fate of KV."""
 
 Pids = Callable[[PoolView], list[int]]
 
@@ -59,21 +65,23 @@ def both(view: PoolView) -> list[int]:
 
 
 async def kill(pids: list[int]) -> None:
-    """Returns once they are gone: giving back a store's memory takes a while, in which it would still pass as alive."""
+    """Kills the processes. Returns once they have ended: giving back a store's memory takes a while, in which it would
+    still pass as alive.
+    """
     _signal(pids, signal.SIGKILL)
     while any(running([pid]) for pid in pids):
         await asyncio.sleep(0.01)
 
 
 async def kill_busy(pids: list[int]) -> None:
-    """Stopped first for a moment, so that look-ups, loads and saves are under way when they die."""
+    """Stops the processes for a moment before it kills them, so that look-ups, loads and saves are under way."""
     _signal(pids, signal.SIGSTOP)
     await asyncio.sleep(BUSY_S)
     await kill(pids)
 
 
 async def freeze(pids: list[int]) -> None:
-    """Loads and saves neither fail nor end for a while."""
+    """Stops the processes for a while, in which loads and saves neither fail nor end."""
     _signal(pids, signal.SIGSTOP)
     try:
         await asyncio.sleep(FROZEN_S)
@@ -82,7 +90,7 @@ async def freeze(pids: list[int]) -> None:
 
 
 def running(pids: list[int]) -> bool:
-    """Whether they all run: the pool's status still names a process for a moment after it was killed."""
+    """Returns whether they all run: the pool's status still names a process for a moment after it was killed."""
     try:
         return all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
     except psutil.NoSuchProcess:
@@ -109,7 +117,7 @@ class Disturbance:
     pool: tuple[tuple[str, object], ...] = ()
 
     async def act(self, client: RolloutClient, batch_id: str, tokens: int) -> str:
-        """Disturb the running batch, which has this many tokens in all. Returns a note on the disturbance."""
+        """Disturbs the running batch, which has this many tokens in all. Returns a note on the disturbance."""
         done = []
         for share in self.when:
             view = await _moment(client, batch_id, share * tokens, self.whom)
@@ -136,7 +144,7 @@ DISTURBANCES = (
 
 
 def measure(file: ServeFile, batch: RolloutBatch, names: tuple[str, ...], say: Callable[[str], None]) -> dict:
-    """Roll out the batch undisturbed, then under each named disturbance; under all of them when none is named."""
+    """Rolls out the batch undisturbed, then under each named disturbance; under all of them when none is named."""
     wanted = [d for d in DISTURBANCES if d is DISTURBANCES[0] or not names or d.name in names]
     expected, runs = None, []
     for settings in dict.fromkeys(d.pool for d in wanted):
@@ -154,7 +162,7 @@ def measure(file: ServeFile, batch: RolloutBatch, names: tuple[str, ...], say: C
 
 
 async def _roll(client: RolloutClient, disturbance: Disturbance, batch: RolloutBatch, expected) -> tuple[list, dict]:
-    """The ended groups, and the report of the run without the comparison."""
+    """Returns the ended groups, and the report of the run without the comparison."""
     before = (await _whole(client)).counts
     await client.reset_caches()
     await client.set_policies(Policies(**POLICIES))
@@ -187,7 +195,7 @@ async def _roll(client: RolloutClient, disturbance: Disturbance, batch: RolloutB
 
 
 async def _whole(client: RolloutClient) -> PoolView:
-    """The pool once its processes run and its memory is mounted; TimeoutError after HEAL_S."""
+    """Returns the pool once its processes run and its memory is mounted; TimeoutError after HEAL_S."""
     async with asyncio.timeout(HEAL_S):
         while True:
             view = await client.pool_status()
@@ -197,7 +205,7 @@ async def _whole(client: RolloutClient) -> PoolView:
 
 
 async def _moment(client: RolloutClient, batch_id: str, tokens: float, whom: Pids) -> PoolView | None:
-    """The pool once the batch has this many tokens and processes hold KV, or None if the batch ended before."""
+    """Returns the pool once the batch has this many tokens and processes hold KV, or None if the batch ended before."""
     begun = False
     while True:
         status = await client.status()
@@ -213,7 +221,8 @@ async def _moment(client: RolloutClient, batch_id: str, tokens: float, whom: Pid
 
 
 def longest_waits(counts: Counter[str]) -> dict[str, int]:
-    """The bucket, in milliseconds, of the longest wait of each kind: the wait is above half of it, and not above it.
+    """Returns the bucket, in milliseconds, of the longest wait of each kind: the wait is above half of it, and not
+    above it.
 
     `step` is the longest engine step, a measure of the load of the machine.
     """
@@ -225,7 +234,7 @@ def longest_waits(counts: Counter[str]) -> dict[str, int]:
 
 
 def wrong(disturbance: Disturbance, run: dict, batch: RolloutBatch, pool: PoolConfig) -> str | None:
-    """The faults of the run, in one line."""
+    """Returns the faults of the run, in one line."""
     wanted = sum(group.samples for group in batch.groups)
     if run["samples_ended"] < wanted or run["failed"]:
         return f"{run['samples_ended']} of {wanted} samples ended, {run['failed']} of them failed"
@@ -244,7 +253,7 @@ def wrong(disturbance: Disturbance, run: dict, batch: RolloutBatch, pool: PoolCo
 
 
 def _with_pool(file: ServeFile, changes: dict) -> ServeFile:
-    """The configuration with other settings of the pool."""
+    """Returns the configuration with other settings of the pool."""
     application = file.application
     pool = PoolConfig.model_validate(application.args.pool.model_dump() | changes)
     args = application.args.model_copy(update={"pool": pool})

@@ -1,8 +1,8 @@
-"""The certificate's figures on sureness: close calls, the noise seen, tokens that it may flip, the cost of redraws.
+"""The certificate's figures on close calls: their number, the noise seen, tokens that it may flip, the cost of redraws.
 
-Noise is measured on this machine: the logprobs of the same tokens in two runs, with other batches, chunks and drafts.
-A distance between two candidates has the noise of two logits, so it moves sqrt(2) times as far as one logprob.
-Called by tokens.py and by `tailrace verify`.
+Noise is measured on this machine: the logprobs of the same tokens in two runs, with other batches, chunks and drafts. A
+distance between two candidates has the noise of two logits, so it moves sqrt(2) times as far as one logprob. Called by
+tokens.py and by `tailrace verify`.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ OF_TWO = 2**0.5
 
 
 async def work_of(client: RolloutClient) -> Counter[str]:
-    """Margins and redraws so far, over the replicas that there are; names are of one replica each."""
+    """Returns the margins and redraws so far of all present replicas; each name is of one replica."""
     replicas = (await client.status()).replicas
     return Counter(
         {
@@ -34,7 +34,7 @@ async def work_of(client: RolloutClient) -> Counter[str]:
 
 
 def total(work: Counter[str]) -> Counter[str]:
-    """Counts by their names alone, summed over replicas."""
+    """Returns the counts by their names alone, summed over replicas."""
     summed: Counter[str] = Counter()
     for name, count in work.items():
         summed[name.partition(" ")[2]] += count
@@ -42,7 +42,7 @@ def total(work: Counter[str]) -> Counter[str]:
 
 
 def noise_of(expected: list[GroupResult], got: list[GroupResult]) -> np.ndarray:
-    """Returns f64[n]: how far the distance between two candidates moves, of each token that both rollouts share.
+    """Returns f64[n]: how far the distance between two candidates moves, for each token that both rollouts share.
 
     By raw logprobs; results over HTTP have none, so they are left out.
     """
@@ -64,7 +64,7 @@ def close_calls_of(groups: list[GroupResult]) -> int:
 
 
 def redraws_of(work: Counter[str]) -> dict:
-    """A run's redraws, those that changed a token, and their seconds, summed over replicas."""
+    """Returns a run's redraws, those that changed a token, and their seconds, summed over replicas."""
     seconds = round(work["redraw_us"] / 1e6, 3)
     return {"redraws": work["redraws"], "redraws_changed": work["redraws_changed"], "redraw_seconds": seconds}
 
@@ -89,7 +89,9 @@ def sureness(
     tolerance: float,
     references: Sequence[list[GroupResult]] | None = None,
 ) -> dict:
-    """The figures of all runs together. `references`: of each run's noise; by default the first run is that of all."""
+    """Returns the figures of all runs together. `references`: of each run's noise; by default the first run is that of
+    all.
+    """
     counts: Counter[str] = sum(work, Counter())
     pairs = zip(references or [groups[0]] * len(groups), groups, strict=True)
     moved = [noise_of(expected, got) for expected, got in pairs if got is not expected]
@@ -107,7 +109,7 @@ def sureness(
 
 
 def sentences(result: dict) -> list[str]:
-    """The figures of `sureness`, for people."""
+    """Returns the figures of `sureness` as sentences."""
     flipped, noise = result["expected_flips_per_million"], result["noise"]
     lines = [
         f"noise of a distance between two candidates: at most {noise['max']:.1e}, rms {noise['rms']:.1e}; "

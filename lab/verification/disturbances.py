@@ -1,4 +1,4 @@
-"""Disturbances of a running batch: each does it once the batch is under way, and returns a note on it.
+"""Disturbances of a running batch: each happens once the batch is under way, and returns a note.
 
 Lost tokens must be made again, and be the same. Called by the runs of `tailrace verify`.
 """
@@ -17,10 +17,10 @@ from tailrace.lab.verification.flipped_bits import flip
 from tailrace.lab.verification.frozen_thread import busiest_of, freeze, processes_titled
 
 UNDER_WAY_TOKENS = 20
-"""Of a sample, on average: by then each has ended a chunk of 16, and the majority continue."""
+"""Mean tokens of a sample: by then each has ended a chunk of 16, and the majority continue."""
 
 FLIP_S = 0.3
-"""Between two looks for blocks whose bits are not flipped yet."""
+"""Seconds between two looks for blocks whose bits are not flipped yet."""
 
 DRIVER = """
 import asyncio, sys
@@ -40,7 +40,7 @@ def batch_of(status: ServiceStatus, batch_id: str) -> BatchStatus | None:
 
 
 async def _under_way(client: RolloutClient, batch_id: str) -> ServiceStatus:
-    """The service's status once samples have UNDER_WAY_TOKENS on average, or half of them have ended."""
+    """Returns the service's status once samples have UNDER_WAY_TOKENS on average, or half of them have ended."""
     while True:
         status = await client.status()
         batch = batch_of(status, batch_id)
@@ -50,7 +50,7 @@ async def _under_way(client: RolloutClient, batch_id: str) -> ServiceStatus:
 
 
 def kill_actors(part: str, no_restart: bool = True, but: str = "", place: float | None = None) -> int:
-    """Kill every actor with `part`, and without `but`, in its name. Returns their number.
+    """Kills every actor with `part`, and without `but`, in its name. Returns their number.
 
     `place`: kill one of them alone, by its place in the order of names, from 0 to below 1.
     """
@@ -67,7 +67,7 @@ def kill_actors(part: str, no_restart: bool = True, but: str = "", place: float 
 
 
 async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
-    """Kill, in mid-chunk, the replica with the max number of chunks."""
+    """Kills, in mid-chunk, the replica with the most chunks."""
     status = await _under_way(client, batch_id)
     victim = max(status.replicas, key=lambda replica: replica.running)
     kill_actors(victim.replica_id)
@@ -75,19 +75,19 @@ async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
 
 
 async def kill_the_coordinator(client: RolloutClient, batch_id: str) -> str:
-    """Serve starts another, which knows nothing; the driver's client continues."""
+    """Kills the coordinator: Serve starts another, which knows nothing; the driver's client continues."""
     status = await _under_way(client, batch_id)
     return f"killed {kill_actors('#Coordinator#')} coordinator with {status.running} samples running"
 
 
 async def kill_the_context(client: RolloutClient, batch_id: str) -> str:
-    """Kill every actor that keeps the group context; Ray starts them again, empty."""
+    """Kills every actor that keeps the group context; Ray starts them again, empty."""
     await _under_way(client, batch_id)
     return f"killed {kill_actors('-context-', no_restart=False)} actors of the group context"
 
 
 async def kill_the_drafter(client: RolloutClient, batch_id: str) -> str:
-    """Once its drafts come; Serve starts another."""
+    """Kills the drafter once its drafts come; Serve starts another."""
     before = guesses(await client.status())
     while guesses(await _under_way(client, batch_id)) <= before:
         await asyncio.sleep(0.05)
@@ -95,12 +95,12 @@ async def kill_the_drafter(client: RolloutClient, batch_id: str) -> str:
 
 
 def guesses(status: ServiceStatus) -> int:
-    """Messages of draft models that engines have had so far."""
+    """Returns the number of messages of draft models that engines have had so far."""
     return sum(replica.work.get("model_guesses", 0) for replica in status.replicas)
 
 
 async def lose_a_replica(client: RolloutClient, batch_id: str) -> str:
-    """Nothing is done to it: the tail policy gives a replica back, and it is gone before the batch has ended."""
+    """Waits until the tail policy has given a replica back before the end of the batch; does nothing itself."""
     before = 0
     async for change in client.replica_changes():
         batch = batch_of(await client.status(), batch_id)
@@ -111,7 +111,7 @@ async def lose_a_replica(client: RolloutClient, batch_id: str) -> str:
 
 
 async def freeze_a_step(client: RolloutClient, batch_id: str) -> str:
-    """Stop, in mid-step, the thread of an engine: its process lives and answers, its step never ends."""
+    """Stops, in mid-step, the thread of an engine: its process lives and answers, its step never ends."""
     status = await _under_way(client, batch_id)
     pid, thread, _ = await asyncio.to_thread(busiest_of, processes_titled("Engine"))
     freeze(thread)
@@ -119,7 +119,7 @@ async def freeze_a_step(client: RolloutClient, batch_id: str) -> str:
 
 
 async def flip_kv_bits(client: RolloutClient, batch_id: str) -> str:
-    """Flip a bit in every block of the pool, as long as the batch runs."""
+    """Flips a bit in every block of the pool, as long as the batch runs."""
     await _under_way(client, batch_id)
     flipped: set[str] = set()
     while batch_of(status := await client.status(), batch_id) is not None:
@@ -131,7 +131,7 @@ async def flip_kv_bits(client: RolloutClient, batch_id: str) -> str:
 
 
 async def lose_the_master(client: RolloutClient, batch_id: str) -> str:
-    """End the pool's master for good, with its process: all that is left of it once its node is gone."""
+    """Ends the pool's master for good, with its process, as the loss of its node would."""
     await _under_way(client, batch_id)
     view = await client.pool_status()
     ended = kill_actors("-kv-", but="-store-")
@@ -141,7 +141,7 @@ async def lose_the_master(client: RolloutClient, batch_id: str) -> str:
 
 
 async def kill_another_driver(client: RolloutClient, batch: RolloutBatch) -> str:
-    """Another driver begins the batch and is killed under way; the caller's driver gets the batch by its id."""
+    """Starts the batch by another driver and kills that under way; the caller's driver gets the batch by its id."""
     import ray
 
     address = ray.get_runtime_context().gcs_address

@@ -1,4 +1,4 @@
-"""Bits of KV blocks flipped in the pool: as bad memory does, or whichever host reaches the ports of the pool.
+"""Bits of KV blocks flipped in the pool: as bad memory does, or any host that reaches the ports of the pool.
 
 Called by lab/verification/disturbances.py.
 """
@@ -33,7 +33,7 @@ def _flip(client, key: str) -> bool:
 
 @cache
 def _client(master_address: str):
-    """A Mooncake client without memory of its own, on the master's host."""
+    """Returns a Mooncake client without memory, on the master's host."""
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()

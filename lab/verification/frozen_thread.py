@@ -30,7 +30,7 @@ def processes_titled(part: str) -> list[int]:
 
 
 def busiest_thread(pid: int) -> tuple[int, int, int]:
-    """Returns (process, thread, clock ticks within SAMPLE_S) of the thread that uses the max of the CPU."""
+    """Returns (process, thread, clock ticks within SAMPLE_S) of the thread that uses most of the CPU."""
     before = _ticks(pid)
     time.sleep(SAMPLE_S)
     used = {thread: ticks - before.get(thread, ticks) for thread, ticks in _ticks(pid).items()}
@@ -39,7 +39,7 @@ def busiest_thread(pid: int) -> tuple[int, int, int]:
 
 
 def busiest_of(pids: list[int]) -> tuple[int, int, int]:
-    """Returns `busiest_thread` of the process whose busiest thread uses the max of the CPU."""
+    """Returns `busiest_thread` of the process whose busiest thread uses most of the CPU."""
     return max(map(busiest_thread, pids), key=lambda found: found[2])
 
 
@@ -53,7 +53,7 @@ def freeze(thread: int) -> None:
 
 
 def _ticks(pid: int) -> dict[int, int]:
-    """CPU time of each thread, in clock ticks: fields 14 and 15 of /proc/PID/task/TID/stat."""
+    """Returns the CPU time of each thread, in clock ticks: fields 14 and 15 of /proc/PID/task/TID/stat."""
     ticks = {}
     for folder in Path(f"/proc/{pid}/task").iterdir():
         fields = (folder / "stat").read_text().rpartition(") ")[2].split()

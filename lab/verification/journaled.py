@@ -21,11 +21,11 @@ class Journaled:
 
     @property
     def races(self) -> int:
-        """Chunks that raced with another."""
+        """Returns the number of chunks that raced with another."""
         return sum(start.copy_of is not None for start in self._starts)
 
     def counts(self) -> dict:
-        """Figures of `summarise` that its results would give, if they had counts."""
+        """Returns the figures of `summarise` that its results would give, if they had counts."""
         replicas = defaultdict(list)
         for start in self._starts:
             replicas[start.sample_id].append(start.replica_id)

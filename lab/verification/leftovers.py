@@ -17,14 +17,14 @@ from tailrace.deployments.messages.status import PoolView
 from tailrace.policies.families.registry import Policies
 
 SETTLE_S = 15.0
-"""Releases are asynchronous: longest wait for the pool to become empty, and for processes to end."""
+"""Longest wait in seconds for the pool to become empty, and for processes to end: releases are asynchronous."""
 
 MOVING = {"ordering": "seer", "placement": "round_robin", "chunking": {"type": "fixed", "chunk_tokens": 48}}
-"""Every sample goes through the pool, whatever the configuration would do."""
+"""Policies by which every sample goes through the pool, whatever is configured."""
 
 
 def measure(file: ServeFile, groups: tuple[PromptGroup, ...], say: Callable[[str], None]) -> dict:
-    """Roll `groups` out on a local service with every sample moving at every chunk, and count the leftovers."""
+    """Rolls `groups` out on a local service with every sample moving at every chunk, and counts the leftovers."""
     say("starting the service")
     with service(file, None) as client:
         summary, most_keys, view = asyncio.run(_roll(client, groups, say))
@@ -45,7 +45,9 @@ def measure(file: ServeFile, groups: tuple[PromptGroup, ...], say: Callable[[str
 
 
 async def _roll(client: RolloutClient, groups, say) -> tuple[dict, int, PoolView]:
-    """The summary, the max number of keys during the run, and the pool once it is empty (or SETTLE_S after the end)."""
+    """Returns the summary, the max number of keys during the run, and the pool once it is empty (or SETTLE_S after the
+    end).
+    """
     await client.set_policies(Policies(**MOVING))
     most_keys = 0
 
@@ -61,7 +63,7 @@ async def _roll(client: RolloutClient, groups, say) -> tuple[dict, int, PoolView
     watching.cancel()
     say(f"{summary['tokens']} tokens, at most {most_keys} keys at a time")
     deadline_s = time.monotonic() + SETTLE_S
-    await asyncio.sleep(1.0)  # two polls: the figures must be of after the end
+    await asyncio.sleep(1.0)  # two polls: the figures must be from after the end
     while time.monotonic() < deadline_s:
         view = await client.pool_status()
         if view.status and not view.status["keys"] and not view.status["dram_bytes"] + view.status["ssd_bytes"]:
@@ -71,7 +73,9 @@ async def _roll(client: RolloutClient, groups, say) -> tuple[dict, int, PoolView
 
 
 def processes_of(master_address: str) -> list[int]:
-    """Process ids of this pool's master and stores: their command lines name the master's address or its port."""
+    """Returns the process ids of this pool's master and stores: their command lines name the master's address or its
+    port.
+    """
     port = master_address.rpartition(":")[2]
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,6 +1,6 @@
 """The samples of a batch over HTTP, from several clients at once: `run.clients` of `tailrace.http`, without Ray.
 
-Each sample is a request of its own; in random order they go to one client or another. Called by
+Each sample is a separate request; in random order they go to one client or another. Called by
 lab/verification/tokens.py.
 """
 
@@ -14,7 +14,9 @@ from tailrace.lab.verification.asking import SEED, opened, shuffled, submit
 
 
 async def over_http(url: str, clients: int, batch: RolloutBatch) -> tuple[list[GroupResult], str]:
-    """The groups of a batch, and a note of each client's requests; empty if one had none. `url`: of the gateway."""
+    """Returns the groups of a batch, and a note of each client's requests; empty if one had none. `url`: of the
+    gateway.
+    """
     rng, requests = Random(SEED), [0] * clients
     async with AsyncExitStack() as stack:
         connected = [stack.enter_context(closing(Client(url))) for _ in requests]

@@ -1,7 +1,7 @@
 """A rollout whose whole cluster is lost: the head is killed with all its processes, started again, and deployed to.
 
-The cluster and the driver are processes of their own, since Ray ends a driver with its cluster. The second driver has
-the same --out as the first, so groups that were finished are not made again. Called by `roll_all` in tokens.py.
+The cluster and the driver are separate processes, since Ray ends a driver with its cluster. The second driver has the
+same --out as the first, so groups that were finished are not made again. Called by `roll_all` in tokens.py.
 """
 
 import json
@@ -30,7 +30,7 @@ DRIVER_S = 1800.0
 
 
 def roll_over_restart(file: ServeFile, policies: dict, batch: RolloutBatch) -> dict:
-    """Roll out a batch, and restart the head as soon as a group is there. Returns the figures of a run, as `roll`."""
+    """Rolls out a batch, and restarts the head as soon as a group is there. Returns the figures of a run, as `roll`."""
     with TemporaryDirectory(prefix="tailrace-head-") as folder:
         head = Head(file, policies, Path(folder))
         driver = Driver(batch, Path(folder), head.address)
@@ -42,7 +42,7 @@ def roll_over_restart(file: ServeFile, policies: dict, batch: RolloutBatch) -> d
             seconds = round(time.monotonic() - began_s, 1)
         groups = driver.groups()
     note = f"restarted the head with {kept} of {len(groups)} groups there" if kept < len(groups) else ""
-    nothing = {"pulled_tokens": 0, "corrupt_blocks": 0, "races": 0}  # counts of the lost head are lost with it
+    nothing = {"pulled_tokens": 0, "corrupt_blocks": 0, "races": 0}  # the lost head's counts are lost with it
     return {"groups": groups, "seconds": seconds, "note": note, **nothing}
 
 
@@ -62,7 +62,7 @@ class Head:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Start the head and the service; all processes are ended at the exit."""
+        """Starts the head and the service; all processes are ended at the exit."""
         ports = ("--port", str(self._port), "--dashboard-port", str(self._dashboard_port))
         with self._log.open("ab") as log:
             command = (*TAILRACE, "serve", "--config", str(self._config), *ports)
@@ -81,7 +81,7 @@ class Head:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """Kill every process of the cluster, without a warning."""
+        """Kills every process of the cluster, without a warning."""
         processes = [*self._serve.children(recursive=True), self._serve] if self._serve.is_running() else []
         for process in processes:
             process.kill()
@@ -106,7 +106,7 @@ class Driver:
             return subprocess.Popen(self._command, env=environment, stdout=log, stderr=log)
 
     def killed_with(self, head: Head) -> int:
-        """Run until a group is there, and kill the head. Returns the number of groups that are kept."""
+        """Runs until a group is there, and kills the head. Returns the number of groups that are kept."""
         driver = self._start()
         try:
             while not self._lines():

@@ -1,4 +1,4 @@
-"""The workload with rules for tokens: each prompt has other ones, so that together they have every kind.
+"""The workload with rules for tokens: rules differ by prompt, so that together the prompts have every kind.
 
 Called by lab/verification/tokens.py.
 """
@@ -24,7 +24,7 @@ RULES = (
 
 
 def ruled(batch: RolloutBatch) -> RolloutBatch:
-    """The same prompts and keys; the rules by turns."""
+    """Returns the same prompts and keys, with the rules by turns."""
     groups = (
         group.model_copy(update={"sampling": RULES[number % len(RULES)]}) for number, group in enumerate(batch.groups)
     )

@@ -1,4 +1,4 @@
-"""The ways to roll out one workload that must not matter: chunks, moves, crashes, batches, and whatever drafts.
+"""The ways to roll out one workload that must not matter: chunks, moves, crashes, batches, and all sources of drafts.
 
 The first run is the reference: no chunks, no moves, no drafts; `plain_rules` is that of runs with rules for tokens,
 `plain_adapters` that of runs with adapters. Each of the others differs in several ways at once, so that together they
@@ -44,7 +44,7 @@ SHOWN = {
 class VerificationRun:
     """One run: policies, the service, and a disturbance of it (returned as a note; empty if it did not happen).
 
-    `shows`: keys of SHOWN, a note is one for each run that is disturbed.
+    `shows`: keys of SHOWN; each disturbed run also needs a note.
     `begin`: a disturbance before the caller's driver begins the batch.
     """
 
@@ -62,7 +62,7 @@ class VerificationRun:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Of its workload: runs of one kind have the same tokens."""
+        """Returns the kind of its workload: runs of one kind have the same tokens."""
         return self.ruled, self.adapted
 
 
@@ -122,4 +122,5 @@ RUNS = (
     VerificationRun("drafter_killed", chunked(23, MODEL), DRAFTED, ("model_tokens",), kill_the_drafter),
 )
 """Pinned samples move, and pull KV from the pool, only where their replica goes. History is forgotten before each run:
-they sample under the same keys, so each would be drafted from the one before, and all of it would be right."""
+they sample under the same keys, so each would be drafted from the one before, and every draft would be right.
+"""

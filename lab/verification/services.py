@@ -21,8 +21,9 @@ Engine = tuple[tuple[str, object], ...]
 @dataclass(frozen=True, slots=True)
 class Service:
     """`engine`: settings that differ. `elastic`: replicas may be given back. `drafter`: a draft model has the place of
-    one replica. `gateway`: it has HTTP, on a free port of loopback. `restarted`: its cluster is a process of its own,
-    and is restarted under the run. `adapters`: its engines take some."""
+    one replica. `gateway`: it has HTTP, on a free port of loopback. `restarted`: its cluster is a separate process, and
+    is restarted under the run. `adapters`: its engines take some.
+    """
 
     engine: Engine = ()
     elastic: bool = False
@@ -32,13 +33,14 @@ class Service:
     adapters: bool = False
 
     def engine_of(self, file: ServeFile) -> dict:
-        """The settings of its engines that differ from the configured ones."""
+        """Returns the settings of its engines that differ from the configured ones."""
         args = file.application.args.engine.vllm_args | {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
         return dict(self.engine) | ({"vllm_args": args} if self.adapters else {})
 
     def of(self, file: ServeFile, folder: Path) -> ServeFile:
-        """The configuration of this service, but for its engine settings. `folder`: for a draft model's weights, if
-        none is configured."""
+        """Returns the configuration of this service, without its engine settings. `folder`: for a draft model's
+        weights, if none is configured.
+        """
         application = file.application
         if self.drafter:
             changes = _beside(application.args.drafter or drafter_like(application.args.engine, folder), application)
@@ -50,7 +52,7 @@ class Service:
 
 
 def _with_gateway(file: ServeFile) -> dict:
-    """The configured gateway, or one with the defaults, open to this machine alone."""
+    """Returns the configured gateway, or one with the defaults, open to this machine alone."""
     gateway = file.gateway or GatewayApplication(args=GatewayConfig(app_name=file.application.name))
     gateway = gateway.model_copy(update={"args": gateway.args.model_copy(update={"tokens_file": None})})
     http = HttpOptions(port=free_port(HttpOptions().host))
@@ -58,14 +60,16 @@ def _with_gateway(file: ServeFile) -> dict:
 
 
 def _fixed(application: Application) -> dict:
-    """Always all replicas, and no draft model."""
+    """Returns the application with all replicas at all times, and no draft model."""
     args, engine = application.args.model_copy(update={"drafter": None}), application.of("Engine")
     engine = engine.model_copy(update={"autoscaling_config": None, "num_replicas": engine.most_replicas})
     return {"args": args, "deployments": (_coordinator(application), engine), "autoscaling_policy": None}
 
 
 def _elastic(application: Application) -> dict:
-    """As in serve.elastic.yaml, with as many replicas as are configured, of which all but one may go."""
+    """Returns the application as in serve.elastic.yaml, with as many replicas as are configured, of which all but one
+    may go.
+    """
     example, most = load_config(ELASTIC_CONFIG).application, application.of("Engine").most_replicas
     changes = {"min_replicas": 1, "max_replicas": most, "initial_replicas": most}
     scaling = example.of("Engine").autoscaling_config.model_copy(update=changes)
@@ -91,14 +95,15 @@ def _beside(drafter: DrafterConfig, application: Application) -> dict:
 
 
 def drafter_like(target: EngineConfig, folder: Path) -> DrafterConfig:
-    """With weights that differ so little from the target's that the demo model's drafts are right 19 times in 20; made
-    in `folder`. As slow as its target, it runs ahead only while it is right."""
+    """Returns a drafter with weights that differ so little from the target's that the demo model's drafts are right 19
+    times in 20; made in `folder`. As slow as its target, it runs ahead only while it is right.
+    """
     model = perturbed(resolve_model(target.model), folder / "drafter", scale=0.005)
     kept = target.model_dump(include={"kv_cache_gib", "cores", "tensor_parallel", "vllm_args"})
     return DrafterConfig(model=str(model), **kept)
 
 
 def _coordinator(application: Application) -> CoordinatorSettings:
-    """Each run brings its own policies."""
+    """Returns the coordinator's settings without policies: each run brings its own."""
     settings = application.of("Coordinator")
     return settings.model_copy(update={"autoscaling_config": None, "user_config": UserConfig()})

@@ -40,12 +40,13 @@ from tailrace.policies.families.registry import Policies
 TOLERANCE = 1e-4
 
 REPORTED_S = 1.5
-"""The coordinator has heard of everything that its replicas counted before: three polls."""
+"""Seconds after which the coordinator has heard of everything that its replicas counted before: three polls."""
 
 
 async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, file: ServeFile) -> dict:
-    """Roll out the workload once on all replicas of this service. Returns its groups, the note, tokens pulled, and
-    counts by the journal."""
+    """Rolls out the workload once on all replicas of this service. Returns its groups, the note, tokens pulled, and
+    counts by the journal.
+    """
     if run.adapted:
         async with adapters_of(client):
             return await _roll(client, run, adapted(batch), file)
@@ -92,7 +93,7 @@ async def _roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch
 
 
 async def whole(client: RolloutClient, replicas: int) -> None:
-    """Wait until this many take chunks: one may have been killed, or given back."""
+    """Waits until this many replicas take chunks: one may have been killed, or given back."""
     async with asyncio.timeout(DEPLOY_S):
         while sum(one.ready and not one.closing for one in (await client.status()).replicas) < replicas:
             await client.reserve(replicas)
@@ -100,7 +101,7 @@ async def whole(client: RolloutClient, replicas: int) -> None:
 
 
 async def groups_of(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
-    """The results of a batch; shows its progress."""
+    """Returns the results of a batch; shows its progress."""
     progress = RolloutProgress(client, batch.batch_id, sum(group.samples for group in batch.groups))
     following = asyncio.create_task(progress.follow())
     try:
@@ -112,7 +113,7 @@ async def groups_of(client: RolloutClient, batch: RolloutBatch) -> list[GroupRes
 
 
 async def pool_counts(client: RolloutClient) -> Counter[str]:
-    """Counts of the pool's use so far, over all replicas; none without a pool."""
+    """Returns the counts of the pool's use so far, over all replicas; none without a pool."""
     pool = await client.pool_status()
     return Counter() if pool is None else Counter(pool.counts)
 
@@ -120,7 +121,7 @@ async def pool_counts(client: RolloutClient) -> Counter[str]:
 def roll_all(
     file: ServeFile, batch: RolloutBatch, runs: Sequence[VerificationRun], say: Callable[[str], None]
 ) -> dict[str, dict]:
-    """Every run's groups and note by run name. Services are started and stopped as the runs need them."""
+    """Returns every run's groups and note by run name. Services are started and stopped as the runs need them."""
     rolled: dict[str, dict] = {}
     with TemporaryDirectory(prefix="tailrace-drafter-") as folder:
         for kind in dict.fromkeys(run.service for run in runs):
@@ -145,7 +146,7 @@ def line(done: dict) -> str:
 
 
 def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
-    """Replace one token of one sample, which the certificate must find."""
+    """Replaces one token of one sample, which the certificate must find."""
     group = groups[0]
     sample = group.samples[-1]
     position = len(sample.token_ids) // 2
@@ -158,7 +159,7 @@ LOGPROBS = ("logprobs", "raw_logprobs")
 
 
 def compare(expected: list[GroupResult], got: list[GroupResult], kinds: tuple[str, ...] = LOGPROBS) -> dict:
-    """Whether two rollouts are the same; `first_difference` names prompt, sample and position.
+    """Returns whether two rollouts are the same; `first_difference` names prompt, sample and position.
 
     The logprob differences are over all tokens that agree, of these kinds: the floating-point noise seen.
     """
@@ -182,7 +183,7 @@ def compare(expected: list[GroupResult], got: list[GroupResult], kinds: tuple[st
 def difference(
     a: SampleResult, b: SampleResult | None, kinds: tuple[str, ...] = LOGPROBS
 ) -> tuple[dict | None, np.ndarray]:
-    """The first difference, and the logprob differences of the tokens before it."""
+    """Returns the first difference, and the logprob differences of the tokens before it."""
     if b is None:
         return {"position": 0, "what": "missing"}, np.zeros(0)
     pairs = zip(a.token_ids, b.token_ids, strict=False)
@@ -202,7 +203,7 @@ def difference(
 
 
 def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
-    """Every run against the first one of its kind: with rules for tokens, with adapters, or without both.
+    """Compares every run with the first one of its kind: with rules for tokens, with adapters, or without both.
 
     A run without its purpose shown fails like one that differs.
     `tolerance`: of the engines' close calls.
@@ -236,12 +237,12 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
 
 
 def work_in(done: dict) -> Counter[str]:
-    """Counts of a run's engines; none of a run that had no client here."""
+    """Returns the counts of a run's engines; none of a run that had no client here."""
     return done.get("work", Counter())
 
 
 def figures_of(done: dict) -> dict:
-    """The report of a run."""
+    """Returns the report of a run."""
     summary = summarise(done["groups"])
     kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
     samples = [sample for group in done["groups"] for sample in group.samples]

@@ -1,7 +1,7 @@
 """The update certificate: samples in flight when the weights change continue as a fresh engine with the new ones would.
 
 Law 6: KV of one version is never read under another. Each crossing sample's first chunk under the new weights must find
-nothing, in the pool or at hand, and from there on its tokens must equal those of a service that never had other
+no KV, in the pool or on the replica, and from there on its tokens must equal those of a service that never had other
 weights, given the prompt and the old tokens as its prompt. With `kv_on_update: keep` the version is left out of the
 keys of samples under way: the old KV is read on, and this must fail.
 """
@@ -22,7 +22,7 @@ NEW_VERSION = 1
 
 
 def measure(file: ServeFile, batch: RolloutBatch, weights: Path, kv_on_update: str, say: Callable[[str], None]) -> dict:
-    """Roll out a sample of each prompt over an update to `weights` (a folder), then the rest on fresh engines."""
+    """Rolls out a sample of each prompt over an update to `weights` (a folder), then the rest on fresh engines."""
     groups = tuple(group.model_copy(update={"samples": 1}) for group in batch.groups)
     batch = batch.model_copy(update={"groups": groups, "batch_id": "verify-update", "keep_trace": True})
     policies = Policies(**chunked(CHUNK_TOKENS, "goodput", "round_robin"), kv_on_update=kv_on_update)
@@ -37,7 +37,9 @@ def measure(file: ServeFile, batch: RolloutBatch, weights: Path, kv_on_update: s
 
 
 async def _cross(client: RolloutClient, batch: RolloutBatch, policies: Policies, weights: Path):
-    """The groups of the batch, and the spans of its engine calls; the weights change when a third of it is done."""
+    """Returns the groups of the batch, and the spans of its engine calls; the weights change when a third of it is
+    done.
+    """
     await client.set_policies(policies)
     total = sum(group.max_tokens for group in batch.groups)
 
@@ -64,14 +66,15 @@ async def _roll(client: RolloutClient, batch: RolloutBatch, policies: Policies) 
 
 
 def crossing(group: GroupResult, version: int = NEW_VERSION) -> int | None:
-    """The answer position from which the sample's tokens are of `version`, or None without tokens before it or of
-    it."""
+    """Returns the answer position from which the sample's tokens are of `version`, or None without tokens before it or
+    of it.
+    """
     starts = [segment.start for segment in group.samples[0].segments if segment.weights_version == version]
     return min(starts) if starts and min(starts) else None
 
 
 def rest_of(group: GroupResult, wanted: PromptGroup) -> PromptGroup | None:
-    """The request to a fresh engine: the prompt and the old tokens, for the remaining number of tokens."""
+    """Returns the request to a fresh engine: the prompt and the old tokens, for the remaining number of tokens."""
     start = crossing(group)
     if start is None:
         return None
@@ -82,7 +85,7 @@ def rest_of(group: GroupResult, wanted: PromptGroup) -> PromptGroup | None:
 
 
 def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: list[dict]) -> dict:
-    """`identical`: no old KV was hit, and every token after the update equals the fresh one's."""
+    """Returns `identical`: no old KV was hit, and every token after the update equals the fresh one's."""
     theirs = {group.prompt_id: group.samples[0].token_ids for group in fresh}
     first = None
     for group in crossed:
@@ -108,7 +111,9 @@ def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: lis
 
 
 def first_chunks(spans: list[dict], version: int = NEW_VERSION) -> list[dict]:
-    """For every sample that made tokens under older weights and then `version`, its first engine call under that."""
+    """Returns for every sample that made tokens under older weights and then `version` its first engine call under
+    that.
+    """
     chunks: dict[str, list[dict]] = {}
     for span in spans:
         chunks.setdefault(span["attributes"]["tailrace.chunk.id"].rpartition(":")[0], []).append(span)

@@ -1,7 +1,7 @@
-"""Start of a sample's next chunk: books the placement policy's choice and returns it as an action with its reason.
+"""Starts a sample's next chunk: books the placement policy's choice and returns it as an action with its reason.
 
-Invariant: the replica has room for the chunk's whole reservation; a bound sample starts on its bound replica. Called
-by `RolloutCore` alone.
+Invariant: the replica has room for the chunk's whole reservation; a bound sample starts on its bound replica. Called by
+`RolloutCore` alone.
 """
 
 from tailrace.policies.core.draft_planner import DraftPlanner
@@ -32,7 +32,7 @@ class Dispatcher:
         self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
 
     def place(self, sample: Sample) -> StartChunk:
-        """Start the sample's next chunk, of `sample.need_tokens`. A replica open to the sample must have that room."""
+        """Starts the sample's next chunk, of `sample.need_tokens`. A replica open to the sample must have that room."""
         if sample.home is not None:
             return self._start(sample, sample.home, f"bound to {sample.home}")
         view = sample.view()
@@ -57,7 +57,7 @@ class Dispatcher:
         return self.action(chunk, reason)
 
     def action(self, chunk: Chunk, reason: str) -> StartChunk:
-        """Return the action for a booked chunk.
+        """Returns the action for a booked chunk.
 
         A copy races with its own method, as configured. A chunk without a draft model drafts by another method of its
         replica.

@@ -1,7 +1,7 @@
 """Draft modes of the next chunks, and the expected gain of draft models, by the `draft_models` policy.
 
-The mean acceptance of draft models is that of the replicas' reports. Invariant: acceptance counts tested draft tokens
-alone. A sample's own acceptance is mixed with the mean; its weight grows with its tested drafts. Called by the core's
+The mean acceptance of draft models comes from the replicas' reports. Invariant: acceptance counts only tested draft
+tokens. A sample's own acceptance is mixed with the mean; its weight grows with its tested drafts. Called by the core's
 books.
 """
 
@@ -22,11 +22,11 @@ class DraftPlanner:
         self._drafters = 0
 
     def expect_drafters(self, drafters: int) -> None:
-        """The number of draft models that the tail policy decided last; 0 if it decides none."""
+        """Sets the number of draft models in the tail policy's last decision; 0 if it decides none."""
         self._drafters = drafters
 
     def next(self, sample: Sample, replica_id: str) -> tuple[DraftMode | None, str]:
-        """Return the mode of the sample's chunk that starts on the replica now, and the reason.
+        """Returns the mode of the sample's chunk that starts on the replica now, and the reason.
 
         All samples that have not ended share engines and draft models.
         """
@@ -41,7 +41,7 @@ class DraftPlanner:
         return self._policy.way(view, own)
 
     def outlook(self, running: int, least: int, most: int) -> tuple[RolesView, ...]:
-        """Return the splits of `most` replicas that gain, for `running` chunks on at least `least` engines.
+        """Returns the splits of `most` replicas that gain, for `running` chunks on at least `least` engines.
 
         `least` engines have room for the chunks. Each pace is tried with the fewest engines, and with drafters by
         powers of two up to the policy's limit.
@@ -63,10 +63,10 @@ class DraftPlanner:
 
 
 def fewest(running: int, least: int, most: int) -> list[int]:
-    """Fewest replicas, from `least` to `most`, for each number of chunks on the fullest replica."""
+    """Returns the fewest replicas, from `least` to `most`, for each number of chunks on the fullest replica."""
     return [n for n in range(least, most + 1) if n == least or -(-running // n) < -(-running // (n - 1))]
 
 
 def doubling(most: int) -> list[int]:
-    """Powers of two up to `most`, and `most`."""
+    """Returns the powers of two up to `most`, and `most`."""
     return sorted({1 << power for power in range(most.bit_length())} | {most} if most > 0 else set())

@@ -1,9 +1,9 @@
 """Failed chunks: whether the replica or the sample is to blame, and how long each pauses.
 
 A replica on which chunks of several samples fail in a row is set aside for a while, and these failures do not count
-against the samples. A sample is given up for its own failures: where others succeed, or on many replicas. If replicas
-leave under several samples at once, trials show which of these ends them.
-Invariant: a paused sample is in this book and in no queue, until it is due or has ended. Called by `RolloutCore` alone.
+against the samples. A sample is given up for its own failures: on replicas where others succeed, or on many replicas.
+If replicas leave under several samples at once, trials show which of these samples ends them. Invariant: a paused
+sample is in this book and in no queue, until it is due or has ended. Called by `RolloutCore` alone.
 """
 
 from collections import Counter
@@ -17,42 +17,48 @@ from tailrace.policies.core.request_buffer import Chunk, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 
 MAX_SAMPLES = 3
-"""Samples that fail in a row on one replica, without a success between, after which it is set aside."""
+"""Number of samples that fail in a row on one replica, without a success between, after which it is set aside."""
 
 MAX_ATTEMPTS = 5
-"""A sample's failures in a row, on replicas where others succeeded meanwhile or on as many different replicas, after
-which it ends as failed. More point to a poisoned sample, not to bad luck."""
+"""Number of a sample's failures in a row, on replicas where others succeeded meanwhile or on as many different
+replicas, after which it ends as failed. More point to a poisoned sample, not to bad luck.
+"""
 
 MAX_LOST = 2
-"""Replicas in a row that left under a sample, after which it waits for its trial."""
+"""Number of replicas in a row that left under a sample, after which it waits for its trial."""
 
 MAX_LOST_ALONE = MAX_ATTEMPTS - MAX_LOST
-"""Replicas that left under a sample while it was alone on trial, after which it ends as failed."""
+"""Number of replicas that left under a sample while it was alone on trial, after which it ends as failed."""
 
 MAX_DOUBTFUL_ATTEMPTS = 20
-"""A sample's failures in a row after which it ends as failed, if no other sample shows that the replica is sound.
+"""Number of a sample's failures in a row after which it ends as failed, if no other sample shows that the replica is
+sound.
 
-With the pauses between them that takes more than six minutes: an only replica may be in trouble for some.
+With the pauses between them that takes more than six minutes: the only replica may be in trouble for that long.
 """
 
 MAX_FORGIVEN = 24
-"""A sample's failures on replicas that were set aside, after which it ends as failed: perhaps none of them is to blame.
+"""Number of a sample's failures on replicas that were set aside, after which it ends as failed: perhaps no replica is
+to blame.
 
 With the pauses of two replicas that takes half an hour; `status` names the reason meanwhile.
 """
 
 SAMPLE_PAUSE_S = (0.5, 30.0)
-"""Pause of a sample after its second failure in a row, seconds; doubled with each, up to the second value. The first
-failure costs no pause."""
+"""Seconds that a sample pauses after its second failure in a row; doubled with each, up to the second value. The first
+failure costs no pause.
+"""
 
 REPLICA_PAUSE_S = (5.0, 300.0)
-"""Seconds for which a replica is set aside for the first time; doubled with each in a row, up to the second value."""
+"""Seconds for which a replica is set aside the first time; doubled with each in a row, up to the second value."""
 
 
 class _Attempts:
-    """Of a sample, since its last success. `lost`, `lost_alone`: replicas that left, and those of them that left while
-    it was alone on trial; one that comes back and leaves again counts once. `failed`, `own`: failures by replica, and
-    those of them with evidence that the replica was sound. `forgiven`: on replicas set aside. `turn`: of the last."""
+    """A sample's attempts since its last success. `lost`, `lost_alone`: replicas that left, and those that left while
+    it was alone on trial; a replica that comes back and leaves again counts once. `failed`, `own`: failures by replica,
+    and those of them with evidence that the replica was sound. `forgiven`: failures on replicas that were set aside.
+    `turn`: turn of the last failure.
+    """
 
     __slots__ = ("failed", "forgiven", "lost", "lost_alone", "own", "turn")
 
@@ -69,7 +75,7 @@ class _Attempts:
 
     @property
     def suspect(self) -> bool:
-        """Whether the sample may run on trial alone."""
+        """True if the sample may run only on trial, alone."""
         return len(self.lost) >= MAX_LOST
 
     @property
@@ -80,7 +86,7 @@ class _Attempts:
 
 
 class _Streak:
-    """Of a replica, since its last success: samples that failed, and how often and until when it was set aside."""
+    """A replica's failures since its last success: samples that failed, how often it was set aside, and until when."""
 
     __slots__ = ("samples", "times", "turn", "until_s")
 
@@ -90,14 +96,16 @@ class _Streak:
 
 
 class _Trials:
-    """Samples under which replicas left, in rounds: one alone, then twice as many after each round without a loss."""
+    """Samples under which replicas left, tried in rounds: one alone, then twice as many after each round without a
+    loss.
+    """
 
     def __init__(self):
         self._running: set[str] = set()
-        self._size, self._alone = 1, False  # of the next round; whether this one began with one sample
+        self._size, self._alone = 1, False  # size of the next round; whether this one began with one sample
 
     def next_round(self, waiting: Iterable[Sample]) -> list[Sample]:
-        """The samples whose trials begin now: none before those of the last round are over."""
+        """Returns the samples whose trials begin now: none before those of the last round are over."""
         samples = [] if self._running else list(islice(waiting, self._size))
         if samples:
             self._running = {sample.sample_id for sample in samples}
@@ -105,19 +113,21 @@ class _Trials:
         return samples
 
     def lose(self, sample: Sample) -> bool:
-        """Note that the sample's replica has left. Returns whether the sample was alone on trial."""
+        """Records that the sample's replica has left. Returns whether the sample was alone on trial."""
         alone = self._alone and sample.sample_id in self._running
         self._running.discard(sample.sample_id)
         self._size = 1
         return alone
 
     def end(self, sample: Sample) -> None:
-        """Note that the sample's trial, if it has one, is over: its chunk has ended, or it has."""
+        """Records that the sample's trial, if it has one, is over: its chunk has ended, or it has."""
         self._running.discard(sample.sample_id)
 
 
 class Verdict(NamedTuple):
-    """Consequences of a failed chunk. `aside`: the replica is set aside now. `pause_s`: of the sample."""
+    """Consequences of a failed chunk. `aside`: the replica is set aside now. `pause_s`: seconds that the sample
+    pauses.
+    """
 
     given_up: bool
     aside: bool
@@ -131,7 +141,7 @@ class Failures:
         self._table, self._running = table, running
         self._attempts: dict[str, _Attempts] = {}
         self._streaks: dict[str, _Streak] = {}
-        self._sound: dict[str, int] = {}  # by replica: turn at which its newest chunk that succeeded had started
+        self._sound: dict[str, int] = {}  # by replica: turn at which its newest successful chunk started
         self._paused: dict[str, tuple[float, Sample]] = {}
         self._trials = _Trials()
 
@@ -140,7 +150,7 @@ class Failures:
         return self._attempts[sample.sample_id].count
 
     def succeed(self, sample: Sample, chunk: Chunk) -> None:
-        """Note that a chunk of the sample has ended well."""
+        """Records that a chunk of the sample has ended well."""
         replica_id, born = chunk.replica_id, chunk.born
         if born > self._sound.get(replica_id, -1):
             self._sound[replica_id] = born
@@ -151,12 +161,12 @@ class Failures:
             self._table.readmit(replica_id)
 
     def leave(self, replica_id: str) -> None:
-        """Forget a replica that has left."""
+        """Forgets a replica that has left."""
         self._sound.pop(replica_id, None)
         self._streaks.pop(replica_id, None)
 
     def lose(self, sample: Sample, replica_id: str) -> Verdict:
-        """Note that the sample's replica has left. A pause without end lasts until the sample's trial."""
+        """Records that the sample's replica has left. A pause without end lasts until the sample's trial."""
         attempts = self._attempts.setdefault(sample.sample_id, _Attempts())
         attempts.lost.add(replica_id)
         if self._trials.lose(sample):
@@ -164,7 +174,7 @@ class Failures:
         return Verdict(attempts.given_up, False, inf if attempts.suspect else 0.0)
 
     def fail(self, sample: Sample, chunk: Chunk, error: str, now: float) -> Verdict:
-        """Note that a chunk of the sample has failed on a replica that is still here."""
+        """Records that a chunk of the sample has failed on a replica that is still here."""
         replica_id, turn = chunk.replica_id, self._running.turns
         attempts = self._attempts.setdefault(sample.sample_id, _Attempts())
         self._trials.end(sample)
@@ -190,7 +200,7 @@ class Failures:
         self._forgive(replica_id)
 
     def _forgive(self, replica_id: str) -> None:
-        """Failures on a replica that may be to blame count little against samples."""
+        """Forgives samples their failures on a replica that may be to blame: these count little."""
         samples = self._streaks[replica_id].samples
         for sample_id in samples & self._attempts.keys():
             attempts = self._attempts[sample_id]
@@ -205,18 +215,18 @@ class Failures:
         return sample.sample_id in self._paused
 
     def awaited(self, sample: Sample) -> str:
-        """The end of a sample's pause, for people."""
+        """Returns what ends a sample's pause, for display."""
         until_s, _ = self._paused[sample.sample_id]
         return "its trial, since replicas left under it" if until_s == inf else "its pause after a failure"
 
     def forget(self, sample: Sample) -> None:
-        """Forget a sample that has ended."""
+        """Forgets a sample that has ended."""
         self._paused.pop(sample.sample_id, None)
         self._attempts.pop(sample.sample_id, None)
         self._trials.end(sample)
 
     def resume(self, now: float) -> list[Sample]:
-        """End the pauses of samples that are due or whose trial begins, and of replicas. Returns the samples."""
+        """Ends the pauses of samples that are due or whose trial begins, and of replicas. Returns the samples."""
         if not self._streaks and not self._paused:
             return []
         for replica_id, streak in self._streaks.items():
@@ -236,6 +246,6 @@ class Failures:
 
 
 def _pause_s(limits: tuple[float, float], times: int) -> float:
-    """Seconds after the `times`-th time: 0 before the first, then doubled."""
+    """Returns the pause after the `times`-th time: 0 before the first, then doubled."""
     shortest, longest = limits
     return min(longest, shortest * 2 ** (times - 1)) if times > 0 else 0.0

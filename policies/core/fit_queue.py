@@ -1,17 +1,19 @@
 """Waiting samples of one lane, with the query "first in order among those that fit in this much room".
 
-A segment tree over the KV need (in steps of STEP_TOKENS) holds in each node the smallest entry below it. Each leaf is
-a heap. Push, remove and peek cost O(log needs + log samples), so a full cluster never makes the core walk its queue.
-A sample too large for the free room never blocks one that fits (law 7).
+A segment tree over the KV need (in steps of STEP_TOKENS) holds in each node the smallest entry below it. Each leaf is a
+heap. Push, remove and peek cost O(log needs + log samples), so a full cluster never makes the core scan its queue. A
+sample too large for the free room never blocks one that fits (law 7).
 """
 
 from heapq import heapify, heappop, heappush
 
 STEP_TOKENS = 64
-"""Half a chunk of the smallest deployment (128 tokens on a CPU). A finer step only makes the tree deeper."""
+"""Resolution of needs: half a chunk of the smallest deployment (128 tokens on a CPU). A finer step only deepens the
+tree.
+"""
 
 MAX_NEED_TOKENS = 1 << 24
-"""Max need: far above any model's context. It bounds the tree at 8 MiB."""
+"""Maximum need, far above any model's context. It bounds the tree at 8 MiB."""
 
 
 class FitQueue:
@@ -30,7 +32,7 @@ class FitQueue:
         return self._live[item][0]
 
     def push(self, item: str, need_tokens: int, key: tuple) -> None:
-        """Add `item`, or give it a new need and key. Raises ValueError above MAX_NEED_TOKENS."""
+        """Adds `item`, or gives it a new need and key. Raises ValueError above MAX_NEED_TOKENS."""
         if need_tokens > MAX_NEED_TOKENS:
             raise ValueError(f"{item} needs {need_tokens} tokens of KV; the queue's bound is {MAX_NEED_TOKENS}")
         if item in self._live:
@@ -52,7 +54,9 @@ class FitQueue:
             heapify(heap)
 
     def peek(self, room_tokens: int) -> str | None:
-        """The first in order among the items whose need, rounded up to STEP_TOKENS, is at most `room_tokens`."""
+        """Returns the first in order among the items whose need, rounded up to STEP_TOKENS, is at most
+        `room_tokens`.
+        """
         least, best = self._least, None
         node = self._leaves + min(room_tokens // STEP_TOKENS + 1, self._leaves - 1)
         while node > 1:  # every left sibling on the way up covers smaller needs only
@@ -64,14 +68,14 @@ class FitQueue:
         return None if best is None else best[1]
 
     def _raise(self, entry: tuple) -> None:
-        """Put a live entry into every node above it that holds none or a greater one."""
+        """Puts a live entry into every node above it that holds none or a greater one."""
         least, node = self._least, self._leaves + entry[2]
         while node and (least[node] is None or entry < least[node]):
             least[node] = entry
             node >>= 1
 
     def _settle(self, heap: list, gone: tuple) -> None:
-        """Drop dead entries from the top of a leaf, then renew the nodes above that named `gone`."""
+        """Drops dead entries from the top of a leaf, then renews the nodes above that named `gone`."""
         live, least = self._live, self._least
         while heap and live.get(heap[0][1]) is not heap[0]:
             heappop(heap)
@@ -85,7 +89,7 @@ class FitQueue:
             node >>= 1
 
     def _grow(self, step: int) -> None:
-        """Double the leaves until `step`, and one more for `peek`, has one."""
+        """Doubles the leaves until `step` has one, and one more for `peek`."""
         while step + 1 >= self._leaves:
             self._leaves *= 2
         self._least = [None] * (2 * self._leaves)

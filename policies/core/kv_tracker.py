@@ -15,7 +15,9 @@ from tailrace.policies.protocol.actions import ReleaseCause, ReleaseKv
 from tailrace.policies.protocol.events import PoolReported
 
 FULL_SHARE = 0.9
-"""Share at which Mooncake starts to evict, the oldest use first. Mooncake does not know the next need."""
+"""Share of the pool at which Mooncake starts to evict, least recently used first. Mooncake does not know the next
+need.
+"""
 
 ROOMY_SHARE = 0.8
 """Target share after making room: a tenth of the pool at once, since each time sorts the waiting samples."""
@@ -27,19 +29,19 @@ class KvTracker:
     def __init__(self, policy: KvOnUpdate, table: ReplicaTable):
         self._policy, self._table = policy, table
         self._held: dict[str, Sample] = {}
-        self._groups: dict[str, None] = {}  # groups with KV ever stored: their prompts' KV
+        self._groups: dict[str, None] = {}  # groups that have stored KV: their prompts' KV
         self._report: PoolReported | None = None  # the newest; None once it has been acted upon
         self._reported_at = self._made_room_at = float("-inf")
 
     def version(self, sample: Sample) -> int:
-        """The version under which the sample's KV is read and written now."""
+        """Returns the version under which the sample's KV is read and written now."""
         present = self._table.weights_version
         first = sample.first_version
         version = self._policy.kv_version(present if first is None else first, present)
         return checked_count(self._policy, "kv_version", version, 0, present)
 
     def keeps(self, chunk: Chunk) -> bool:
-        """Whether the sample continues with the KV of its running chunk. A stopped chunk has made a token."""
+        """Returns whether the sample continues with the KV of its running chunk. A stopped chunk has made a token."""
         first = chunk.sample.first_version
         first = chunk.weights_version if first is None else first
         return self._policy.kv_version(first, self._table.weights_version) == chunk.kv_version
@@ -47,7 +49,7 @@ class KvTracker:
     # ---- KV in the pool ----------------------------------------------------------------------------
 
     def store(self, chunk: Chunk, stored_tokens: int) -> None:
-        """Note at a chunk's end the tokens of its context in the pool, under the chunk's version."""
+        """Records at a chunk's end the tokens of its context in the pool, under the chunk's version."""
         sample = chunk.sample
         sample.stored_tokens = stored_tokens
         if stored_tokens:
@@ -56,7 +58,7 @@ class KvTracker:
             self._groups[sample.group.spec.group_id] = None
 
     def lose(self, sample_ids: Iterable[str] | None) -> None:
-        """Forget KV that the pool has lost, of these samples, or of all if None. It needs no release."""
+        """Forgets KV that the pool has lost, of these samples, or of all if None. It needs no release."""
         if sample_ids is None:
             sample_ids, self._groups = list(self._held), {}
         for sample_id in sample_ids:
@@ -66,7 +68,7 @@ class KvTracker:
     # ---- KV to release -------------------------------------------------------------------------------
 
     def end(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """Release the KV of an ended sample."""
+        """Releases the KV of an ended sample."""
         return self._release(sample, ReleaseCause.ENDED, "the sample has ended")
 
     def _release(self, sample: Sample, cause: ReleaseCause, reason: str) -> tuple[ReleaseKv, ...]:
@@ -76,7 +78,7 @@ class KvTracker:
         return (ReleaseKv(sample.group.spec.group_id, sample.sample_id, cause, reason),)
 
     def release_prompt(self, group: Group) -> tuple[ReleaseKv, ...]:
-        """Release the prompt's KV of an ended group."""
+        """Releases the prompt's KV of an ended group."""
         group_id = group.spec.group_id
         if group_id not in self._groups:
             return ()
@@ -84,25 +86,25 @@ class KvTracker:
         return (ReleaseKv(group_id, None, ReleaseCause.ENDED, "all samples have ended"),)
 
     def release_stale(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """Release KV of another version than the one that the sample continues with."""
+        """Releases KV of another version than the one that the sample continues with."""
         if sample.sample_id not in self._held or sample.stored_version == (version := self.version(sample)):
             return ()
         reason = f"its KV is of weights {sample.stored_version}; it goes on under {version}"
         return self._release(sample, ReleaseCause.STALE, reason)
 
     def release_all_stale(self) -> list[ReleaseKv]:
-        """Release all stale KV after a change of weights."""
+        """Releases all stale KV after a change of weights."""
         return [action for sample in list(self._held.values()) for action in self.release_stale(sample)]
 
     # ---- use of the pool -----------------------------------------------------------------------------
 
     def report(self, event: PoolReported) -> None:
-        """Note the use of the pool. A late report changes nothing (law 8)."""
+        """Records the use of the pool. A late report changes nothing (law 8)."""
         if event.observed_at >= self._reported_at:
             self._report, self._reported_at = event, event.observed_at
 
     def make_room(self, now: float, waiting: WaitQueue) -> list[ReleaseKv]:
-        """If the pool is full by its newest report, release KV of waiting and held samples until it is roomy by these
+        """Releases KV of waiting and held samples if the pool is full by its newest report, until it is roomy by these
         books.
 
         Held samples count as if they waited already. KV that is needed last is released first. A report from before the

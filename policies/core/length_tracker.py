@@ -23,20 +23,22 @@ class LengthTracker:
         self._sums_up = self._classes or self._reads_all
 
     def admit(self, batch: Batch, groups: list[Group]) -> None:
-        """Add the new groups of a batch, which has them already."""
+        """Adds the new groups of a batch, which has them already."""
         batch.new_lengths += sum(len(epoch) for group in groups for epoch in group.spec.past_lengths)
         self._summarise_if_doubled(batch)
         for group in groups:
             self._renew(group, batch)
 
     def queue(self, sample: Sample) -> None:
-        """Renew the estimate of a sample that is about to wait."""
+        """Renews the estimate of a sample that is about to wait."""
         group = sample.group
         view = self._view(group, self._buffer.batches[group.batch_id]) if self._reads_all else group.lengths
         sample.expected_tokens = self._expected(view, sample.generated_tokens)
 
     def finish(self, sample: Sample) -> list[Sample]:
-        """Note the length of a sample that has ended by itself. Returns its waiting mates, with renewed estimates."""
+        """Records the length of a sample that has ended by itself. Returns its waiting mates, with renewed
+        estimates.
+        """
         group = sample.group
         batch = self._buffer.batches[group.batch_id]
         group.finished_lengths = tuple(sorted((*group.finished_lengths, sample.generated_tokens)))
@@ -45,7 +47,7 @@ class LengthTracker:
         return self._renew_all(group)
 
     def begin_turn(self, sample: Sample) -> list[Sample]:
-        """Note a further turn of a sample. Returns its waiting mates if their estimates have changed."""
+        """Records a further turn of a sample. Returns its waiting mates if their estimates have changed."""
         group = sample.group
         if sample.max_tokens <= group.max_tokens:
             return []
@@ -53,7 +55,7 @@ class LengthTracker:
         return self._renew_all(group)
 
     def _renew_all(self, group: Group) -> list[Sample]:
-        """Renew the estimates of a group's waiting samples. Returns those."""
+        """Renews the estimates of a group's waiting samples. Returns those."""
         view = self._renew(group, self._buffer.batches[group.batch_id])
         waiting = [mate for mate in group.samples if mate.state is WAITING]
         for mate in waiting:

@@ -25,13 +25,14 @@ class PrefetchPlanner:
         self._looked_at: tuple | None = None  # running chunks and first samples at the last look
 
     def seen(self, chunk: Chunk) -> None:
-        """Note that more of a chunk has been streamed, once half of the rest has been made: a report of each of
-        64 chunks every 2 s is 80 notes of a chunk of 8,192 tokens, halves are 13."""
+        """Records that more of a chunk has been streamed, once half of the rest has been made. A report for each of 64
+        chunks every 2 s would mean 80 records of a chunk of 8,192 tokens; with halves there are 13.
+        """
         if 2 * (chunk.max_tokens - chunk.sample.streamed_tokens) <= chunk.listed_tokens and not self._table.one_node:
             self._note(chunk)
 
     def started(self, chunk: Chunk) -> None:
-        """Note that a chunk has started."""
+        """Records that a chunk has started."""
         if not self._table.one_node:
             self._note(chunk)
 
@@ -41,14 +42,14 @@ class PrefetchPlanner:
             self.rebuild()
 
     def rebuild(self) -> None:
-        """Rebuild after a replica has joined: the place of a sample matters from the second node on."""
+        """Rebuilds after a replica has joined: the place of a sample matters from the second node on."""
         self._ends = []
         if not self._table.one_node:
             self._ends = list(map(_entry, self._running.chunks.values()))
             heapify(self._ends)
 
     def prefetches(self, homes: Iterable[str]) -> list[Prefetch]:
-        """Return the prefetches due, on several nodes, once no waiting sample has room.
+        """Returns the prefetches due, on several nodes, once no waiting sample has room.
 
         `homes`: replicas with bound samples whose queue or room has changed. No others have changed.
         """
@@ -72,7 +73,9 @@ class PrefetchPlanner:
         return (Prefetch(sample.sample_id, replica_id, reason),)
 
     def _next_places(self, count: int) -> list[str]:
-        """Ready replicas of the `count` chunks with the fewest tokens left, as noted. A replica can appear twice."""
+        """Returns the ready replicas of the `count` chunks with the fewest tokens left, as recorded. A replica can
+        appear twice.
+        """
         found: dict[str, tuple[int, str]] = {}
         while self._ends and len(found) < count:
             entry = heappop(self._ends)

@@ -1,7 +1,7 @@
-"""Races: copies of running chunks where replicas have room, each with another draft method (SpecActor 4.2).
+"""Races: copies of running chunks on replicas with room, each with another draft method (SpecActor 4.2).
 
-A copy makes the tokens of its original, by the same noise (law 2). The first to reach the chunk's end counts as the
-chunk. The others stop, and their tokens do not count. A copy continues alone after its original's replica is lost.
+A copy makes the same tokens as its original, by the same noise (law 2). The first to reach the chunk's end counts as
+the chunk. The others stop, and their tokens do not count. A copy continues alone after its original's replica is lost.
 Invariant: copies take room only while no sample waits for any. Called by `RolloutCore` alone.
 """
 
@@ -29,7 +29,7 @@ class Races:
     # ---- ends of races -----------------------------------------------------------------------------
 
     def won(self, chunk: Chunk) -> None:
-        """Note that a chunk has reached its end. The other chunks of its race are beaten; its replica has the KV."""
+        """Records that a chunk has reached its end. The other chunks of its race are beaten; its replica has the KV."""
         original = chunk.copy_of or chunk
         if original is not chunk and chunk.replica_id in self._table:
             sample = chunk.sample
@@ -40,7 +40,7 @@ class Races:
                 self._running.abort(other, f"{chunk.chunk_id} was first")
 
     def passes_on(self, chunk: Chunk) -> bool:
-        """Whether the sample continues without a chunk that has failed, is lost, or is a copy that gave way.
+        """Returns whether the sample continues without a chunk that has failed, is lost, or is a copy that gave way.
 
         The first copy that is not being stopped takes the place of its original.
         """
@@ -65,7 +65,7 @@ class Races:
     # ---- new copies --------------------------------------------------------------------------------
 
     def look(self, now: float, samples_wait: bool) -> list[tuple[Chunk, str]]:
-        """Return the copies booked now, with reasons. While samples wait there are none, and copies give way."""
+        """Returns the copies booked now, with reasons. While samples wait there are none, and copies give way."""
         if samples_wait:
             self._give_way()
             return []
@@ -77,7 +77,7 @@ class Races:
         return self._start(workers) if workers else []
 
     def _inform(self) -> None:
-        """Bring the policy's gains up to the last reports."""
+        """Brings the policy's gains up to the last reports."""
         known, informed = self._table.any_performance(), getattr(self._given, "informed", None)
         if informed is not None and known is not self._known:
             self._policy, self._known = informed(known, self._chance), known
@@ -107,7 +107,7 @@ class Races:
         return copies
 
     def _workers(self) -> list[FreeWorker]:
-        """Replicas with less than the policy's room taken and with a draft method besides their default.
+        """Returns the replicas with less than the policy's room taken and with a draft method besides their default.
 
         Each drafts for copies by one method at a time. A replica without one gets the method that the fewest replicas
         use so far; ties go by rank.
@@ -130,13 +130,15 @@ class Races:
         return Straggler(chunk.sample.sample_id, self._acceptance(chunk.sample, methods[0]), methods, chunk.replica_id)
 
     def _acceptance(self, sample: Sample, method: str) -> float:
-        """By the sample's own tested drafts, and by those of the method on all replicas."""
+        """Returns a sample's acceptance by its own tested drafts, and by those of the method on all replicas."""
         return chance(sample.accepted_tokens, sample.tested_tokens, self._chance(method))
 
     # ---- expected gain -------------------------------------------------------------------------------
 
     def outlook(self, replicas: int) -> RacesView:
-        """Expected gain of all running chunks on `replicas` replicas. O(running) if these have room for copies."""
+        """Returns the expected gain of all running chunks on `replicas` replicas. O(running) if these have room for
+        copies.
+        """
         self._inform()
         policy, running = self._policy, len(self._running)
         if not 0 < running < policy.room * replicas:
@@ -156,5 +158,7 @@ class Races:
 
 
 def counts(event: ChunkFinished, chunk: Chunk) -> bool:
-    """Whether the chunk's tokens are its sample's: not if it was beaten, nor if it is a copy that gave way."""
+    """Returns whether the chunk's tokens count for its sample: not if it was beaten, nor if it is a copy that gave
+    way.
+    """
     return not (chunk.beaten or (event.end is ChunkEnd.ABORTED and chunk.copy_of is not None))

@@ -30,7 +30,7 @@ class ReadOnlyReplicas:
 
 
 class ReplicaTable:
-    """Books of every replica that joined and has not left. Placements see `read_only`."""
+    """Records of every replica that joined and has not left. Placements see `read_only`."""
 
     def __init__(self, weights_version: int = 0):
         self.weights_version = weights_version
@@ -39,7 +39,7 @@ class ReplicaTable:
         self._nodes: Counter[str] = Counter()  # node -> replicas on it
         self._tests: dict[str, list[float]] = {}  # draft method -> right and tested tokens, as replicas report them
         self.staying = 0  # replicas that are not closing
-        self.one_node = True  # all replicas share one node's pool memory: no KV is nearer to one of them
+        self.one_node = True  # True if all replicas share one node's pool memory: no KV is nearer to one of them
         self._roomy: list[tuple[int, str]] = []  # (-room, id), dead entries among them
         self.read_only = ReadOnlyReplicas(self)
 
@@ -47,7 +47,7 @@ class ReplicaTable:
         return replica_id in self._replicas
 
     def join(self, event: ReplicaJoined) -> None:
-        """Add a replica, or update the weights version and draft methods of a known one."""
+        """Adds a replica, or updates the weights version and draft methods of a known one."""
         replica = self._replicas.get(event.replica_id)
         if replica is None:
             replica = _ReplicaRow()
@@ -64,7 +64,7 @@ class ReplicaTable:
         self._list(event.replica_id, replica)
 
     def leave(self, replica_id: str) -> list[str]:
-        """Forget a replica. Returns the ids of its chunks. Raises IllegalEvent if the replica is unknown."""
+        """Forgets a replica. Returns the ids of its chunks. Raises IllegalEvent if the replica is unknown."""
         replica = self._known(replica_id)
         del self._replicas[replica_id]
         self._ids.remove(replica_id)
@@ -74,7 +74,7 @@ class ReplicaTable:
         return list(replica.chunks)
 
     def close(self, replica_ids: Iterable[str]) -> list[str]:
-        """Close these replicas to new chunks, and reopen all others. Returns the newly closed ones."""
+        """Closes these replicas to new chunks, and reopens all others. Returns the newly closed ones."""
         closing = set(replica_ids)
         changed = [i for i, replica in self._replicas.items() if replica.closing != (i in closing)]
         for replica_id in changed:
@@ -85,7 +85,7 @@ class ReplicaTable:
         return sorted(i for i in changed if i in closing)
 
     def set_aside(self, replica_id: str, reason: str) -> None:
-        """Start nothing on a replica until it is readmitted."""
+        """Sets a replica aside: nothing starts there until it is readmitted."""
         replica = self._known(replica_id)
         replica.aside = reason
         self._list(replica_id, replica)
@@ -96,15 +96,17 @@ class ReplicaTable:
         self._list(replica_id, replica)
 
     def aside(self, replica_id: str) -> str:
-        """Why a replica is set aside; empty if it is not."""
+        """Returns why a replica is set aside; empty if it is not."""
         return self._known(replica_id).aside
 
     def stop_order(self) -> list[str]:
-        """Ids in the order in which Serve stops replicas."""
+        """Returns the ids in the order in which Serve stops replicas."""
         return stop_order({replica_id: replica.node_id for replica_id, replica in self._replicas.items()})
 
     def measure(self, event: ReplicaMeasured) -> None:
-        """Note a replica's performance, unless a newer one is known (law 8). Raises IllegalEvent if it is unknown."""
+        """Records a replica's performance, unless a newer one is known (law 8). Raises IllegalEvent if it is
+        unknown.
+        """
         replica = self._known(event.replica_id)
         before = replica.performance
         if before is None or event.performance.observed_at >= before.observed_at:
@@ -117,7 +119,7 @@ class ReplicaTable:
         self._rebuild()
 
     def reserve(self, replica_id: str, chunk_id: str, need_tokens: int) -> None:
-        """Book a chunk of `need_tokens` (context and new tokens). Raises ValueError if it does not fit."""
+        """Books a chunk of `need_tokens` (context and new tokens). Raises ValueError if it does not fit."""
         replica = self._replicas[replica_id]
         blocks = -(-(need_tokens + replica.draft_tokens) // replica.block_tokens)
         if need_tokens > self.room_tokens(replica_id):
@@ -132,12 +134,14 @@ class ReplicaTable:
         self._list(replica_id, replica)
 
     def room_tokens(self, replica_id: str) -> int:
-        """Max tokens that a new chunk may need there; 0 if the replica is full, unknown or holds other weights."""
+        """Returns the maximum number of tokens that a new chunk may need there; 0 if the replica is full, unknown or
+        holds other weights.
+        """
         replica = self._replicas.get(replica_id)
         return 0 if replica is None or replica.entry is None else -replica.entry[0]
 
     def roomiest(self) -> str | None:
-        """The roomiest ready replica (ties: lowest id), or None if none has room."""
+        """Returns the roomiest ready replica (ties: lowest id), or None if none has room."""
         heap = self._roomy
         while heap:
             replica = self._replicas.get(heap[0][1])
@@ -147,7 +151,7 @@ class ReplicaTable:
         return None
 
     def next_with_room(self, after: str | None, need_tokens: int) -> str | None:
-        """The first replica after `after`, in cyclic order of ids, with room for `need_tokens`, or None."""
+        """Returns the first replica after `after`, in cyclic order of ids, with room for `need_tokens`, or None."""
         start = 0 if after is None else bisect_right(self._ids, after)
         for replica_id in self._ids[start:] + self._ids[:start]:
             if self.room_tokens(replica_id) >= need_tokens:
@@ -155,20 +159,22 @@ class ReplicaTable:
         return None
 
     def ready(self) -> list[str]:
-        """Ids, in order, of the replicas that hold the current weights and are neither closing nor set aside."""
+        """Returns the ids, in order, of the replicas that hold the current weights and are neither closing nor set
+        aside.
+        """
         return [i for i in self._ids if self._is_ready(self._replicas[i])]
 
     def is_ready(self, replica_id: str) -> bool:
-        """Whether a known replica holds the current weights and is neither closing nor set aside."""
+        """Returns whether a known replica holds the current weights and is neither closing nor set aside."""
         return self._is_ready(self._replicas[replica_id])
 
     def all_ready(self) -> bool:
-        """Whether any replicas stay, and all of those hold the current weights."""
+        """Returns whether any replicas stay, and all of those hold the current weights."""
         stay = [replica for replica in self._replicas.values() if not replica.closing]
         return bool(stay) and all(map(self._is_ready, stay))
 
     def stays(self, replica_id: str) -> bool:
-        """Whether a replica is here and neither closing nor set aside."""
+        """Returns whether a replica is present and neither closing nor set aside."""
         replica = self._replicas.get(replica_id)
         return replica is not None and not replica.closing and not replica.aside
 
@@ -176,15 +182,17 @@ class ReplicaTable:
         return self._replicas[replica_id].closing
 
     def chunks(self, replica_id: str) -> list[str]:
-        """Ids of the chunks that run there."""
+        """Returns the ids of the chunks that run there."""
         return list(self._replicas[replica_id].chunks)
 
     def capacity_tokens(self) -> int:
-        """Max tokens that a chunk could need on an empty replica, over all replicas; 0 without replicas."""
+        """Returns the maximum number of tokens that a chunk could need on an empty replica, over all replicas; 0
+        without replicas.
+        """
         return max((r.capacity_blocks * r.block_tokens - r.draft_tokens for r in self._replicas.values()), default=0)
 
     def busy(self) -> int:
-        """Number of replicas that run chunks."""
+        """Returns the number of replicas that run chunks."""
         return sum(1 for replica in self._replicas.values() if replica.chunks)
 
     def running(self, replica_id: str) -> int:
@@ -194,20 +202,22 @@ class ReplicaTable:
         return self._replicas[replica_id].max_running
 
     def performance(self, replica_id: str) -> Performance | None:
-        """The replica's last measured performance, or None if it has not reported any."""
+        """Returns the replica's last measured performance, or None if it has not reported any."""
         return self._replicas[replica_id].performance
 
     def any_performance(self) -> Performance | None:
-        """The performance of the first ready replica that has reported any, those that know a draft model first."""
+        """Returns the performance of the first ready replica that has reported any; those that know a draft model come
+        first.
+        """
         found = [known for i in self.ready() if (known := self._replicas[i].performance) is not None]
         return next((one for one in found if one.drafter_seconds), found[0] if found else None)
 
     def chance(self, method: str, prior: float) -> float:
-        """Chance that a draft token of a method is right if all before it are, over all replicas."""
+        """Returns the chance that a draft token of a method is right if all before it are, over all replicas."""
         return chance(*self._tests.get(method, (0.0, 0.0)), prior)
 
     def methods(self, replica_id: str) -> tuple[str, ...]:
-        """Draft methods available on the replica; the first is the default."""
+        """Returns the draft methods available on the replica; the first is the default."""
         return self._replicas[replica_id].methods
 
     def node(self, replica_id: str) -> str:
@@ -227,7 +237,9 @@ class ReplicaTable:
         )
 
     def states(self) -> Counter[str]:
-        """Number of replicas by state: closing, aside, busy (running chunks), idle, other_weights. For figures."""
+        """Returns the number of replicas by state, for figures: closing, aside, busy (running chunks), idle,
+        other_weights.
+        """
         return Counter(map(self._state, self._replicas.values()))
 
     def _state(self, replica: _ReplicaRow) -> str:
@@ -268,7 +280,7 @@ class ReplicaTable:
         return room if room > 0 else 0
 
     def _list(self, replica_id: str, replica: _ReplicaRow) -> None:
-        """Put the replica's present room on the heap. Its earlier entry is dead from now on."""
+        """Puts the replica's present room on the heap. Its earlier entry becomes dead."""
         room = self._room(replica)
         replica.entry = (-room, replica_id) if room else None
         if replica.entry:
@@ -285,11 +297,11 @@ class ReplicaTable:
 
 
 def stop_order(nodes: Mapping[str, str]) -> list[str]:
-    """Replicas in the order in which Serve stops them (ray.serve `_get_replicas_to_stop`).
+    """Returns replicas in the order in which Serve stops them (ray.serve `_get_replicas_to_stop`).
 
     The node with the fewest replicas comes first; ties go to the node of the newest replica. On a node the newest
-    replica comes first. Serve looks first at whether a node is the cluster's head, which is not known here. `nodes`:
-    node of each replica, oldest replica first.
+    replica comes first. Serve first checks whether a node is the cluster's head, which is not known here. `nodes`: node
+    of each replica, oldest replica first.
     """
     newest, on = list(reversed(nodes)), Counter(nodes.values())
     at = {node: place for place, node in enumerate(dict.fromkeys(nodes[i] for i in newest))}

@@ -1,4 +1,4 @@
-"""Request buffer: records of every batch, group and sample that has not been handed out yet.
+"""Request buffer: records of every batch, group and sample that has not been emitted yet.
 
 Plain records, and `RequestBuffer`, which finds them. `RolloutCore` and its books write them. Invariant: a sample is in
 exactly one state; its `generated_tokens` never shrinks and never exceeds `max_tokens`.
@@ -22,10 +22,12 @@ class State(Enum):
 
 
 WAITING, RUNNING, HELD, ENDED = State
-"""Members by name: a lookup in the class takes a quarter of a microsecond, several times per event."""
+"""Members as globals: a lookup in the class takes a quarter of a microsecond, several times per event."""
 
 KNOWN_PROMPTS = 1_024
-"""Prompts whose lengths an open batch knows after their groups have been handed out: it may stay open for days."""
+"""Maximum number of prompts whose lengths an open batch keeps after their groups have been emitted: it may stay open
+for days.
+"""
 
 
 class Sample:
@@ -41,16 +43,16 @@ class Sample:
         self.state = WAITING
         self.generated_tokens = self.streamed_tokens = self.chunks = 0
         self.max_tokens, self.hold_s = group.spec.max_tokens, spec.hold_s  # of its present turn
-        self.outside_tokens = 0  # of its context, between its turns
+        self.outside_tokens = 0  # context tokens that came between its turns
         self.need_tokens = self.expected_tokens = 0  # the second is `LengthTracker`'s
-        self.tested_tokens = self.accepted_tokens = 0  # draft tokens of its chunks that have ended
+        self.tested_tokens = self.accepted_tokens = 0  # draft tokens of its ended chunks
         self.model_tested = self.model_accepted = 0  # of these and of their copies: see `ChunkFinished`
         self.observed_at = 0.0
         self.last_replica: str | None = None
         self.last_node: str | None = None
         self.asked_nodes: tuple[str, ...] = ()  # nodes of prefetches since its last chunk
         self.first_version: int | None = None  # weights of its first chunk that made a token
-        self.stored_tokens = 0  # of its context, in the pool; `KvTracker` alone writes these two
+        self.stored_tokens = 0  # context tokens in the pool; `KvTracker` alone writes these two
         self.stored_version: int | None = None  # version under which they are stored
         self.home: str | None = None  # the only replica it may run on, once bound
         self.cancelled = False
@@ -60,14 +62,16 @@ class Sample:
         return self.group.spec.prompt_tokens + self.outside_tokens + self.generated_tokens
 
     def see(self, tokens: int, observed_at: float) -> bool:
-        """Note the tokens that its chunk had made. Returns False for a late report, which changes nothing (law 8)."""
+        """Records the tokens that its chunk had made. Returns False for a late report, which changes nothing (law
+        8).
+        """
         if observed_at < self.observed_at:
             return False
         self.streamed_tokens, self.observed_at = max(self.streamed_tokens, tokens), observed_at
         return True
 
     def take(self, event: ChunkFinished, chunk: "Chunk") -> None:
-        """Add the tokens and draft counts of an ended chunk."""
+        """Adds the tokens and draft counts of an ended chunk."""
         self.generated_tokens += event.new_tokens
         if chunk.method is None:  # copies draft by another method
             self.tested_tokens += event.tested_tokens
@@ -82,7 +86,9 @@ class Sample:
         self.max_tokens, self.hold_s = self.generated_tokens + event.max_tokens, event.hold_s
 
     def view(self) -> SampleView:
-        """By position, which takes a quarter of the time that keywords take: this runs several times per decision."""
+        """Returns the sample's view. It is built by position, in a quarter of the time that keywords take, several
+        times per decision.
+        """
         group = self.group
         spec = group.spec
         return SampleView._make((
@@ -119,7 +125,7 @@ class Group:
         return self.spec.past_lengths, self.finished_lengths
 
     def extend(self, more: GroupSpec) -> list[Sample]:
-        """Add the samples of a later spec of an open group. Returns them."""
+        """Adds the samples of a later spec of an open group. Returns them."""
         first = self.spec.samples
         self.spec = replace(self.spec, samples=first + more.samples, open=more.open)
         added = [Sample(self, index, more) for index in range(first, self.spec.samples)]
@@ -128,7 +134,7 @@ class Group:
         return added
 
     def view(self) -> GroupView:
-        """By position, as of a sample."""
+        """Returns the group's view, built by position as a sample's."""
         spec = self.spec
         return GroupView._make((
             spec.group_id, self.arrival, spec.samples, self.running, len(self.finished_lengths), self.chunks,
@@ -137,7 +143,7 @@ class Group:
 
 
 class Batch:
-    """A batch; `forgets`: it was open at first, and keeps of groups that have been handed out their lengths alone."""
+    """A batch. `forgets`: it was open at first, and keeps only the lengths of groups that have been emitted."""
 
     __slots__ = ("arrival", "batch_id", "forgets", "groups", "is_open", "known_lengths", "lengths", "max_tokens",
                  "new_lengths", "positions", "priority", "running_tokens", "samples", "share", "step",
@@ -149,13 +155,13 @@ class Batch:
         self.step, self.arrival = event.step, arrivals
         self.is_open = self.forgets = event.open
         self.groups: dict[str, Group] = {}  # by id, in order of arrival
-        self.samples = self.unemitted = 0  # `unemitted`: groups not handed out yet
+        self.samples = self.unemitted = 0  # `unemitted`: groups not emitted yet
         self.positions = 0  # groups ever added
-        self.max_tokens = 0  # of any sample
-        self.known_lengths = deque(maxlen=KNOWN_PROMPTS)  # of forgotten groups: past and finished lengths
+        self.max_tokens = 0  # maximum of any sample
+        self.known_lengths = deque(maxlen=KNOWN_PROMPTS)  # past and finished lengths of removed groups
         self.lengths: BatchLengths | None = None  # `LengthTracker`'s; None before the first, and with greater answers
         self.new_lengths = 0  # `LengthTracker` alone writes it
-        self.running_tokens = 0  # of KV; `RunningChunks` alone writes it
+        self.running_tokens = 0  # tokens of KV; `RunningChunks` alone writes it
 
     def add(self, spec: GroupSpec, arrival: int) -> Group:
         group = Group(spec, self, arrival, self.positions)
@@ -168,7 +174,7 @@ class Batch:
         return group
 
     def forget(self, group: Group) -> None:
-        """Count a group out that has been handed out."""
+        """Removes a group that has been emitted from the counts."""
         self.unemitted -= 1
         if self.forgets:
             del self.groups[group.spec.group_id]
@@ -193,9 +199,9 @@ class Chunk:
     ):
         self.chunk_id, self.sample, self.replica_id = chunk_id, sample, replica_id
         self.max_tokens, self.weights_version, self.kv_version = max_tokens, weights_version, kv_version
-        self.kv_tokens = sample.need_tokens  # that it reserves
+        self.kv_tokens = sample.need_tokens  # tokens of KV that it reserves
         self.aborting = self.beaten = False
-        self.listed_tokens = max_tokens  # left to make, as `PrefetchPlanner` has noted, which alone writes it
+        self.listed_tokens = max_tokens  # tokens left to make, as `PrefetchPlanner` has recorded, which alone writes it
         self.born = 0  # `RunningChunks.turns` at its start
         self.copies: list[Chunk] = []
         self.copy_of: Chunk | None = None
@@ -203,7 +209,7 @@ class Chunk:
 
 
 class RequestBuffer:
-    """Every batch, and every sample by its id, until the last group of the batch has been handed out."""
+    """Every batch, and every sample by its id, until the last group of the batch has been emitted."""
 
     def __init__(self):
         self.batches: dict[str, Batch] = {}
@@ -212,8 +218,9 @@ class RequestBuffer:
         self._arrivals = 0
 
     def check_new(self, event: SamplesSubmitted) -> None:
-        """Check a batch, or an addition to an open one. Raises IllegalEvent if its names are taken, or if its
-        values differ from those of the open batch or group."""
+        """Checks a batch, or an addition to an open one. Raises IllegalEvent if its names are taken, or if its values
+        differ from those of the open batch or group.
+        """
         batch = self.batches.get(event.batch_id)
         if batch is None and not (event.groups or event.open):
             raise IllegalEvent(f"batch {event.batch_id!r} is empty")
@@ -239,7 +246,7 @@ class RequestBuffer:
             raise IllegalEvent(f"{spec}: group {spec.group_id!r} is open with {sizes[0]} and {sizes[1]} tokens")
 
     def new_ids(self, specs: Iterable[GroupSpec]) -> Iterator[str]:
-        """Ids of the samples that checked specs will add."""
+        """Yields the ids of the samples that checked specs will add."""
         for spec in specs:
             group = self._group(spec.group_id)
             first = group.spec.samples if group else 0
@@ -250,7 +257,7 @@ class RequestBuffer:
         return first and first.group
 
     def admit(self, event: SamplesSubmitted) -> tuple[list[Group], list[Sample], list[Group]]:
-        """Take in a checked event. Returns the new groups, samples added to open groups, and groups closed by it."""
+        """Adds a checked event. Returns the new groups, samples added to open groups, and groups closed by it."""
         if event.batch_id not in self.batches:
             self.batches[event.batch_id] = Batch(event, self._arrivals)
         batch = self.batches[event.batch_id]
@@ -276,7 +283,7 @@ class RequestBuffer:
         self.samples.update((sample.sample_id, sample) for sample in samples)
 
     def close(self, batch: Batch) -> list[Group]:
-        """No more comes to a batch, nor to its groups. Returns the groups that were open."""
+        """Closes a batch and its groups. Returns the groups that were open."""
         batch.is_open = False
         closed = [group for group in batch.groups.values() if group.spec.open]
         for group in closed:
@@ -294,7 +301,7 @@ class RequestBuffer:
         return self.samples[sample_id]
 
     def forget(self, group: Group) -> None:
-        """Forget a group that has been handed out."""
+        """Removes a group that has been emitted."""
         for sample in group.samples:
             del self.samples[sample.sample_id]
         group.batch.forget(group)

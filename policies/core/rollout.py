@@ -48,7 +48,7 @@ from tailrace.policies.protocol.views import SampleView
 class RolloutCore:
     """State machine of the module docstring. `policies` decide; chunks start under `weights_version`.
 
-    `limits`: min and max replicas, or None if `policies.tail` does not decide their number.
+    `limits`: minimum and maximum number of replicas, or None if `policies.tail` does not decide it.
     """
 
     def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
@@ -82,7 +82,7 @@ class RolloutCore:
     # ---- observe ---------------------------------------------------------------------------------
 
     def observe(self, event: ev.Event) -> None:
-        """Take in one event. Raises IllegalEvent, and changes nothing, if the event is impossible."""
+        """Takes one event. Raises IllegalEvent, and changes nothing, if the event is impossible."""
         if type(event) not in _HANDLERS:
             raise IllegalEvent(f"not an event: {event!r}")
         _HANDLERS[type(event)](self, event)
@@ -229,10 +229,10 @@ class RolloutCore:
     # ---- decide ----------------------------------------------------------------------------------
 
     def decide(self, tick: ev.Tick) -> tuple[Action, ...]:
-        """Return all actions due, in order.
+        """Returns all actions due, in order.
 
-        First come ends and hand-outs since the last tick, then every chunk that can start now. Releases and prefetches
-        of KV for samples that still wait come last.
+        Ends and emitted groups since the last tick come first, then every chunk that can start now. Releases and
+        prefetches of KV for samples that still wait come last.
         """
         for sample in self._held.expired(tick.now):
             self._end_held(sample, f"no further turn in {sample.hold_s:g} s")
@@ -256,7 +256,7 @@ class RolloutCore:
         return actions
 
     def _start_waiting(self) -> list[str]:
-        """Start every chunk that can start now. Returns the replicas with bound samples to look at."""
+        """Starts every chunk that can start now. Returns the replicas whose bound samples must be considered."""
         for sample in self._unassigned.bind():
             if not self._failures.is_paused(sample):
                 self._put(sample)
@@ -272,7 +272,7 @@ class RolloutCore:
         return homes
 
     def _give_up(self) -> None:
-        """Fail the waiting samples that can never start: all replicas are ready and idle, except closing ones.
+        """Fails the waiting samples that can never start: all replicas are ready and idle, except closing ones.
 
         A sample that fits to the token starts first, since queues round up.
         """
@@ -313,9 +313,9 @@ class RolloutCore:
             self._queue(sample)
 
     def _queue(self, sample: Sample) -> None:
-        """Queue a waiting sample. A group whose replica has left is bound again, with all its waiting samples.
+        """Queues a waiting sample. A group whose replica has left is bound again, with all its waiting samples.
 
-        Its replica may stay again meanwhile; the sample waits for the new one all the same.
+        Its replica may be available again meanwhile; the sample still waits for the new one.
         """
         group = sample.group
         if group.home is not None and (group in self._unassigned or not self.replicas.stays(group.home)):
@@ -326,7 +326,7 @@ class RolloutCore:
         self._put(sample)
 
     def _join(self, sample: Sample) -> None:
-        """Queue a sample that comes to an open group. The keys of its mates may depend on the number of samples."""
+        """Queues a sample that joins an open group. The keys of its mates may depend on the number of samples."""
         group = sample.group
         sample.home = group.home
         self._waiting.renew(group, (mate for mate in group.samples if mate.state is WAITING))
@@ -334,12 +334,12 @@ class RolloutCore:
             self._queue(sample)
 
     def _bind_anew(self, replica_id: str) -> None:
-        """Queue the samples bound to a closing or lost replica again: they may run on others."""
+        """Queues the samples bound to a closing or lost replica again: they may run on others."""
         for sample in self._waiting.evict(replica_id):
             self._queue(sample)
 
     def _put(self, sample: Sample) -> None:
-        """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
+        """Queues a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
         self._lengths.queue(sample)
         view = sample.view()
         chunking = self.policies.chunking
@@ -350,7 +350,7 @@ class RolloutCore:
         self._waiting.put(sample, view)
 
     def _end_turn(self, sample: Sample, end: SampleEnd, reason: str, now: float) -> None:
-        """End a turn, and its sample unless that is held for the next one."""
+        """Ends a turn, and its sample unless that is held for the next one."""
         if not sample.hold_s or sample.cancelled:
             self._end(sample, end, None, reason)
             return
@@ -359,7 +359,7 @@ class RolloutCore:
         self._outbox += self._kv.release_stale(sample)
 
     def _end_held(self, sample: Sample, reason: str) -> None:
-        """End a sample between two turns, as its last turn did."""
+        """Ends a sample between two turns, as its last turn did."""
         self._end(sample, self._held.take(sample), None, reason)
 
     def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
@@ -385,7 +385,7 @@ class RolloutCore:
         self._forget_if_over(group.batch)
 
     def _close(self, batch: Batch, closed: list[Group]) -> None:
-        """Hand out the groups that have just been closed, as far as their samples have ended."""
+        """Emits the groups that have just been closed, as far as their samples have ended."""
         for group in closed:
             if not group.unended and group.spec.group_id in batch.groups:
                 self._emit(group)
@@ -401,44 +401,45 @@ class RolloutCore:
         return chunk_id in self._running.chunks
 
     def ended(self, chunk_ids: Iterable[str]) -> list[str]:
-        """Those of the chunks that do not run any more, or never did."""
+        """Returns those of the chunks that do not run any more, or never did."""
         running = self._running.chunks
         return [chunk_id for chunk_id in chunk_ids if chunk_id not in running]
 
     def knows_batch(self, batch_id: str) -> bool:
-        """Whether some group of the batch has not been handed out."""
+        """Returns whether some group of the batch has not been emitted."""
         return batch_id in self._buffer.batches
 
     def knows_sample(self, sample_id: str) -> bool:
-        """Whether the sample's group has not been handed out."""
+        """Returns whether the sample's group has not been emitted."""
         return sample_id in self._buffer.samples
 
     def is_copy(self, chunk_id: str) -> bool:
-        """Whether a running chunk is a copy that races with its original."""
+        """Returns whether a running chunk is a copy that races with its original."""
         return self._running.chunks[chunk_id].copy_of is not None
 
     def counts_tokens(self, event: ev.ChunkFinished) -> bool:
-        """Whether the tokens of a running chunk count for its sample at this end."""
+        """Returns whether the tokens of a running chunk count for its sample at this end."""
         return counts(event, self._running.chunks[event.chunk_id])
 
     def longest(self, count: int) -> list[tuple[SampleView, str, int]]:
-        """The `count` longest samples that have not ended, by answer tokens in falling order: each with its state and
-        the number of its running copies. O(samples in the buffer)."""
+        """Returns the `count` unended samples with most answer tokens, longest first, each with its state and the
+        number of its running copies. O(samples in the buffer).
+        """
         unended = (sample for sample in self._buffer.samples.values() if sample.state is not ENDED)
         found = nlargest(count, unended, key=lambda sample: sample.generated_tokens + sample.streamed_tokens)
         copies = Counter(chunk.sample.sample_id for chunk in self._running.copies.values())
         return [(sample.view(), sample.state.value, copies[sample.sample_id]) for sample in found]
 
     def samples(self) -> list[Sample]:
-        """All samples whose groups have not been handed out, to be read alone. O(samples), 0.3 ms for 50,000."""
+        """Returns all samples whose groups have not been emitted; read only. O(samples), 0.3 ms for 50,000."""
         return list(self._buffer.samples.values())
 
     def sample(self, sample_id: str) -> Sample | None:
-        """A sample whose group has not been handed out, to be read alone; None if there is none of that id."""
+        """Returns a sample whose group has not been emitted; read only; None if there is none with that id."""
         return self._buffer.samples.get(sample_id)
 
     def room_wanted(self, sample: Sample) -> str:
-        """The reason why a waiting sample does not run."""
+        """Returns why a waiting sample does not run."""
         if self._failures.is_paused(sample):
             return self._failures.awaited(sample)
         if sample.group in self._unassigned:
@@ -446,17 +447,19 @@ class RolloutCore:
         return "room on any replica" if sample.home is None else "room on the replica of its group"
 
     def copies(self) -> Counter:
-        """Number of racing copies by replica."""
+        """Returns the number of racing copies by replica."""
         return Counter(copy.replica_id for copy in self._running.copies.values())
 
     def counts(self) -> dict[str, int]:
-        """Number of waiting, running and held samples, and of batches not handed out in full."""
+        """Returns the number of waiting, running and held samples, and of batches that are not fully emitted."""
         running, held = len(self._running), len(self._held)
         waiting = self._buffer.unended - running - held
         return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
 
     def queued(self) -> Counter[int]:
-        """Number of queued samples, by the priority of their batch. With several priorities O(queued samples)."""
+        """Returns the number of queued samples, by the priority of their batch. With several priorities O(queued
+        samples).
+        """
         priorities = {batch.priority for batch in self._buffer.batches.values()}
         if len(priorities) > 1:
             return self._waiting.by_priority()

@@ -30,7 +30,7 @@ class RunningChunks:
         return self.chunks[chunk_id]
 
     def start(self, sample: Sample, replica_id: str) -> Chunk:
-        """Book the sample's next chunk, of its need, on a replica that has room for it."""
+        """Books the sample's next chunk, of its need, on a replica that has room for it."""
         chunk_id = f"{sample.sample_id}:{sample.chunks}"
         self._table.reserve(replica_id, chunk_id, sample.need_tokens)
         max_tokens = sample.need_tokens - sample.context_tokens
@@ -48,7 +48,7 @@ class RunningChunks:
         return chunk
 
     def copy(self, chunk: Chunk, replica_id: str, method: str) -> Chunk:
-        """Book a copy of a running chunk, on a replica that has room for it."""
+        """Books a copy of a running chunk, on a replica that has room for it."""
         chunk_id = f"{chunk.chunk_id}~{method}"
         self._table.reserve(replica_id, chunk_id, chunk.sample.need_tokens)
         made = Chunk(
@@ -67,7 +67,7 @@ class RunningChunks:
         return made
 
     def stop(self, chunk: Chunk) -> None:
-        """Remove a chunk that ended by itself or with its replica. A race without its original continues by copy."""
+        """Removes a chunk that ended by itself or with its replica. A race without its original continues by copy."""
         del self.chunks[chunk.chunk_id]
         self.copies.pop(chunk.chunk_id, None)
         self.turns += 1
@@ -76,13 +76,13 @@ class RunningChunks:
             self._table.release(chunk.replica_id, chunk.chunk_id)
 
     def count_out(self, chunk: Chunk) -> Sample:
-        """Count the chunk's sample out of the running ones, and return it."""
+        """Counts the chunk's sample out of the running ones, and returns it."""
         chunk.sample.group.running -= 1
         self._samples -= 1
         return chunk.sample
 
     def lose(self, replica_id: str) -> list[Chunk]:
-        """Forget a replica that has left. Returns its chunks, to be stopped."""
+        """Removes a replica that has left. Returns its chunks, to be stopped."""
         return [self.chunks[chunk_id] for chunk_id in self._table.leave(replica_id)]
 
     def abort(self, chunk: Chunk, reason: str) -> None:
@@ -91,7 +91,7 @@ class RunningChunks:
             self._aborts.append((chunk, reason))
 
     def aborts(self) -> list[AbortChunk]:
-        """Return the aborts requested since the last call, except of chunks that have ended or been lost since."""
+        """Returns the aborts requested since the last call, except of chunks that have ended or been lost since."""
         aborts, self._aborts = self._aborts, []
         return [
             AbortChunk(chunk.chunk_id, chunk.replica_id, self._worth_keeping(chunk), reason)

@@ -1,4 +1,4 @@
-"""Ends of turns and samples: whether a chunk's end is also that of its turn, and the samples between two turns.
+"""Ends of turns and samples: whether a chunk's end also ends its turn, and the samples between two turns.
 
 Invariant: a held sample is here from its turn's end until it returns, is cancelled, or its time is over. Called by
 `RolloutCore` alone.
@@ -21,7 +21,9 @@ def end_before(begun: Begun, spec: GroupSpec) -> SampleEnd | None:
 
 
 def end_by(event: ChunkFinished, chunk: Chunk) -> tuple[SampleEnd, str] | None:
-    """Returns the end and its reason, or None if the sample continues. It has taken the event's tokens already."""
+    """Returns the end and its reason, or None if the sample continues. The sample has already taken the event's
+    tokens.
+    """
     sample = chunk.sample
     if event.end is ChunkEnd.STOP:
         return SampleEnd.STOP, "stop token"
@@ -33,7 +35,7 @@ def end_by(event: ChunkFinished, chunk: Chunk) -> tuple[SampleEnd, str] | None:
 
 
 class HeldSamples:
-    """Samples between two turns, each with the end of its last turn, until a time. O(log samples) a turn."""
+    """Samples between two turns, each with the end of its last turn and a deadline. O(log samples) a turn."""
 
     def __init__(self):
         self._ends: dict[str, tuple[float, SampleEnd]] = {}  # by sample id; seconds
@@ -43,7 +45,7 @@ class HeldSamples:
         return len(self._ends)
 
     def hold(self, sample: Sample, end: SampleEnd, now: float) -> None:
-        """Hold a sample whose turn has ended, for its `hold_s`."""
+        """Holds a sample whose turn has ended, for its `hold_s`."""
         sample.state = HELD
         until_s = now + sample.hold_s
         self._ends[sample.sample_id] = until_s, end
@@ -53,11 +55,11 @@ class HeldSamples:
             heapify(self._due)
 
     def take(self, sample: Sample) -> SampleEnd:
-        """Take a sample out. Returns the end of its last turn."""
+        """Removes a sample. Returns the end of its last turn."""
         return self._ends.pop(sample.sample_id)[1]
 
     def expired(self, now: float) -> list[Sample]:
-        """Samples whose time is over, in its order; they are still here."""
+        """Returns samples whose deadline has passed, in its order; they are still here."""
         found = []
         while self._due and self._due[0][0] <= now:
             entry = heappop(self._due)

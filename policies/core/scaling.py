@@ -1,4 +1,4 @@
-"""Number of replicas over time, by the tail policy. No work is lost or repeated on the way.
+"""Number of replicas over time, by the tail policy. No work is lost or repeated when it changes.
 
 The replicas that Serve would stop first close: they take no new chunks, and their waiting samples are bound again.
 Their running samples move at the end of the chunk, or at once if that is sooner by the measured speeds. Invariant:
@@ -24,14 +24,14 @@ LOOK_S = 0.25
 
 
 class Limits(NamedTuple):
-    """Min and max number of engine replicas."""
+    """Minimum and maximum number of engine replicas."""
 
     min: int
     max: int
 
 
 class Scaling:
-    """Book of the requested replicas. `limits`: None if their number is not decided here."""
+    """Holds the number of requested replicas. `limits`: None if the number is not decided here."""
 
     def __init__(
         self, policy: Tail, limits: Limits | None, table: ReplicaTable, running: RunningChunks, buffer: RequestBuffer,
@@ -39,13 +39,13 @@ class Scaling:
     ):  # fmt: skip
         self._policy, self._limits, self._table = policy, limits, table
         self._running, self._buffer, self._races, self._draft_planner = running, buffer, races, draft_planner
-        self._memory = None  # of the policy
+        self._memory = None  # memory of the policy
         self._asked: ReplicaGoal | None = None
         self._reserved = 0
         self._looked_at = float("inf")  # before the first batch, the initial number stays
 
     def reopen(self) -> None:
-        """Reopen all replicas for a new batch: none leaves before the policy has looked at it."""
+        """Reopens all replicas for a new batch: none leaves before the policy has considered it."""
         self._reserved = 0
         self._table.close(())
         self._looked_at = float("-inf")
@@ -94,7 +94,9 @@ class Scaling:
         )
 
     def _rest(self) -> tuple[int, float]:
-        """Expected tokens left of the longest running sample, and mean seconds of a move. O(running)."""
+        """Returns the expected tokens left of the longest running sample, and the mean seconds of a move.
+        O(running).
+        """
         left, moves = 0, []
         for chunk in self._running.chunks.values():
             if chunk.copy_of is None:
@@ -114,7 +116,7 @@ class Scaling:
                 self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
 
     def _ask(self, order: list[str], wanted: ReplicaGoal, view: TailView) -> list[Action]:
-        """Request the wanted replicas. Serve stops the first ones of `order`, as far as they are idle and not wanted.
+        """Requests the wanted replicas. Serve stops the first ones of `order`, as far as they are idle and not wanted.
 
         Draft models take places without an engine, until the batch has ended.
         """
@@ -132,7 +134,7 @@ class Scaling:
 
 
 def left_tokens(chunk: Chunk) -> int:
-    """Expected tokens left of a chunk's sample. One that has outlived its expectation is taken to be half done."""
+    """Returns the expected tokens left of a chunk's sample. A sample beyond its expectation counts as half done."""
     sample = chunk.sample
     made = sample.generated_tokens + sample.streamed_tokens
     left = sample.expected_tokens - made
@@ -140,8 +142,9 @@ def left_tokens(chunk: Chunk) -> int:
 
 
 def left_s(chunk: Chunk, performance: Performance, running: int) -> float:
-    """Seconds until the expected end of a chunk among `running`: by its own bound, or by its sample's expected end. A
-    step brings it several tokens."""
+    """Returns the seconds until the expected end of a chunk among `running`: by its own limit, or by its sample's
+    expected end. A step may make several of its tokens.
+    """
     sample = chunk.sample
     expected = sample.expected_tokens - sample.generated_tokens
     tokens = min(chunk.max_tokens, max(1, expected)) - sample.streamed_tokens
@@ -149,6 +152,7 @@ def left_s(chunk: Chunk, performance: Performance, running: int) -> float:
 
 
 def move_s(chunk: Chunk, performance: Performance) -> float:
-    """Seconds to move a chunk: to fetch the KV of its whole context or to compute it; without end while neither was
-    measured."""
+    """Returns the seconds to move a chunk: to fetch the KV of its whole context or to compute it; infinite while
+    neither was measured.
+    """
     return performance.move_s(chunk.sample.context_tokens + chunk.sample.streamed_tokens) or inf

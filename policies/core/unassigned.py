@@ -28,11 +28,11 @@ class UnassignedGroups:
         self._groups |= dict.fromkeys(groups)
 
     def discard(self, group: Group) -> None:
-        """Forget a group that has ended, if it is here."""
+        """Forgets a group that has ended, if it is here."""
         self._groups.pop(group, None)
 
     def bind(self) -> list[Sample]:
-        """Bind every group to a ready replica, if the ordering binds groups.
+        """Binds every group to a ready replica, if the ordering binds groups.
 
         Returns the samples to queue; none until a replica is ready.
         """
@@ -48,7 +48,9 @@ class UnassignedGroups:
         return found
 
     def _homes(self, groups: Iterable[Group], ready: list[str]) -> Callable[[Group], str | None]:
-        """The home of each group: by `homes` of an ordering that binds whole batches, else one by one by `bind`."""
+        """Returns the function that gives each group its home: `homes` of an ordering that binds whole batches, else
+        `bind`, one by one.
+        """
         if not hasattr(self._ordering, "homes"):
             return lambda group: self._bind(group, ready)
         replicas, found = [self._table.view(replica_id) for replica_id in ready], {}
@@ -62,7 +64,9 @@ class UnassignedGroups:
         return found.__getitem__
 
     def _bind(self, group: Group, ready: list[str]) -> str | None:
-        """The home of one group. The final number of groups of an open batch is not known: replicas take turns."""
+        """Returns the home of one group. The final number of groups of an open batch is unknown, so replicas take
+        turns.
+        """
         if group.batch.forgets:
             return self._ordering.bind(group.position % len(ready), len(ready), ready)
         return self._ordering.bind(group.position, group.batch.positions, ready)

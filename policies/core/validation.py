@@ -1,5 +1,5 @@
-"""Checks against impossible events, by the event alone or by the event and its chunk; and against answers that no
-policy may give. Called by `RolloutCore` and its books.
+"""Checks against impossible events, by the event alone or by the event and its chunk, and against invalid answers of
+policies. Called by `RolloutCore` and its books.
 
 Invariant: a check reads and raises, and changes nothing. Checks that need the core's books are in those books.
 """
@@ -26,7 +26,7 @@ from tailrace.policies.protocol.events import (
 
 
 def check_groups(event: SamplesSubmitted) -> None:
-    """Check that a batch names each of its groups once, and that each has tokens to generate."""
+    """Checks that a batch names each of its groups once, and that each has tokens to generate."""
     if len({spec.group_id for spec in event.groups}) < len(event.groups):
         raise IllegalEvent(f"batch {event.batch_id!r} repeats a group id")
     if not 0 < event.share < float("inf"):
@@ -84,7 +84,7 @@ def check_return(event: SampleReturned, sample: Sample) -> None:
 
 
 def check_measured(event: ReplicaMeasured) -> None:
-    """Check that all figures are finite and none is negative, and that steps are points of a line."""
+    """Checks that all figures are finite and none is negative, and that steps are points of a line."""
     one = event.performance
     figures = (*one.step_tokens, *one.step_seconds, one.chunk_s, one.drafts, one.fetch_base_s, one.fetch_token_s,
                one.prefill_token_s, *one.drafter_samples, *one.drafter_seconds, one.start_s)  # fmt: skip
@@ -103,7 +103,7 @@ def check_pool(event: PoolReported) -> None:
 
 
 class WrongAnswer(ValueError):
-    """A policy's answer that no policy may give. The text names the policy, its answer and the right kind."""
+    """An invalid answer of a policy. The text names the policy, its answer and the right kind."""
 
     def __init__(self, policy: Any, method: str, answer: object, wanted: str):
         given = repr(answer)
@@ -112,14 +112,14 @@ class WrongAnswer(ValueError):
 
 
 def checked_count(policy: Any, method: str, answer: object, minimum: int, maximum: int = MAX_NEED_TOKENS) -> int:
-    """Return an answer that is an integer from `minimum` to `maximum`."""
+    """Returns an answer that is an integer from `minimum` to `maximum`."""
     if (answer.__class__ is int or isinstance(answer, np.integer)) and minimum <= answer <= maximum:
         return answer
     raise WrongAnswer(policy, method, answer, f"an integer from {minimum} to {maximum}")
 
 
 def checked_home(policy: Any, answer: object, ready: Collection[str]) -> str | None:
-    """Return an answer that is one of the ready replicas, or None."""
+    """Returns an answer that is one of the ready replicas, or None."""
     if answer is None or answer in ready:
         return answer
     raise WrongAnswer(policy, "bind", answer, "None or the id of a ready replica")

@@ -1,8 +1,8 @@
-"""Waiting samples, in the order of the ordering policy. Unbound samples share one set of lanes; each replica with
-bound samples has another. Where the fairness policy sets batches apart, each batch has its own set in these places.
+"""Waiting samples, in the order of the ordering policy. Unbound samples share one set of lanes; each replica with bound
+samples has another. If the fairness policy sets batches apart, each batch has its own set in these places.
 
-Keys of a lane are renewed when a sample of the group finishes. Grown keys of growing lanes are found when their sample
-is about to be taken (see the contract in `policies.families.ordering`). Called by `RolloutCore` alone.
+Keys of a lane are renewed when a sample of the group finishes. In growing lanes, keys that have grown are found when
+their sample is about to be taken (see the contract in `policies.families.ordering`). Called by `RolloutCore` alone.
 """
 
 from collections import Counter
@@ -35,25 +35,25 @@ class WaitQueue:
         self._picks = 0
 
     def reveal(self, lengths: Mapping[str, int]) -> None:
-        """Take true lengths for the ordering that needs them. Raises IllegalEvent for every other ordering."""
+        """Takes true lengths for the ordering that needs them. Raises IllegalEvent for every other ordering."""
         if not self._is_oracle:
             raise IllegalEvent(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
     def check_new(self, sample_ids: Iterable[str]) -> None:
-        """Check new samples. Raises IllegalEvent if the ordering needs true lengths and has none of one of them."""
+        """Checks new samples. Raises IllegalEvent if the ordering needs true lengths and has none of one of them."""
         for sample_id in sample_ids if self._is_oracle else ():
             if sample_id not in self._lengths:
                 raise IllegalEvent(f"{sample_id}: {name_of(self._ordering)} needs true lengths, has none")
 
     def forget(self, group: Group) -> None:
-        """Forget the true lengths of a group that has been handed out."""
+        """Removes the true lengths of a group that has been emitted."""
         if self._lengths:
             for sample in group.samples:
                 self._lengths.pop(sample.sample_id, None)
 
     def forget_batch(self, batch: Batch) -> None:
-        """Forget the queues of a batch that is over."""
+        """Forgets the queues of a batch that is over."""
         for queues in self._queues.values() if self._apart else ():
             queues.pop(batch, None)
 
@@ -61,15 +61,15 @@ class WaitQueue:
         return len(self._samples)
 
     def by_priority(self) -> Counter[int]:
-        """Number of queued samples, by the priority of their batch."""
+        """Returns the number of queued samples, by the priority of their batch."""
         return Counter(map(PRIORITY, self._samples.values()))
 
     def samples(self) -> list[Sample]:
-        """All waiting samples, in order of arrival."""
+        """Returns all waiting samples, in order of arrival."""
         return sorted(self._samples.values(), key=lambda s: (s.group.arrival, s.index))
 
     def put(self, sample: Sample, view: SampleView) -> None:
-        """Queue a waiting sample, or renew its need and keys. `view`: its present view."""
+        """Queues a waiting sample, or renews its need and keys. `view`: its present view."""
         self._push(sample, view)
         self.look_at(sample.home)
 
@@ -82,13 +82,13 @@ class WaitQueue:
         self._samples[sample.sample_id], self._lanes[sample.sample_id] = sample, queues[batch]
 
     def drop(self, sample: Sample) -> None:
-        """Take a sample out, if it waits here."""
+        """Removes a sample, if it waits here."""
         if self._samples.pop(sample.sample_id, None) is not None:
             for queue in self._lanes.pop(sample.sample_id):
                 queue.remove(sample.sample_id)
 
     def renew(self, group: Group, mates: Iterable[Sample]) -> None:
-        """Renew the keys of the waiting mates of a finished sample."""
+        """Renews the keys of the waiting mates of a finished sample."""
         view = group.view()
         for mate in mates:
             if mate.sample_id in self._samples:
@@ -97,7 +97,7 @@ class WaitQueue:
                         queue.push(mate.sample_id, mate.need_tokens, key)
 
     def evict(self, home: str) -> list[Sample]:
-        """Take out all samples bound to a replica that has left, in order of arrival."""
+        """Removes and returns all samples bound to a replica that has left, in order of arrival."""
         if self._queues.pop(home, None) is None:
             return []
         gone = [sample for sample in self.samples() if sample.home == home]
@@ -106,17 +106,17 @@ class WaitQueue:
         return gone
 
     def look_at(self, home: str | None) -> None:
-        """Note that the room of a replica, or its bound samples, have changed."""
+        """Records that the room of a replica, or its bound samples, has changed."""
         if home is not None and home in self._queues:
             self._changed[home] = None
 
     def homes(self) -> list[str]:
-        """Replicas to look at since the last call, in order of ids."""
+        """Returns the replicas to consider since the last call, in order of ids."""
         homes, self._changed = sorted(self._changed), {}
         return [home for home in homes if home in self._queues]
 
     def take_first(self, home: str | None, room_tokens: int) -> Sample | None:
-        """Take out the first sample bound to `home` that fits `room_tokens`. Returns it, or None if there is none."""
+        """Removes and returns the first sample bound to `home` that fits `room_tokens`, or None if there is none."""
         for queues in self._in_turn(home) if room_tokens else ():
             sample = self._peek(queues, room_tokens)
             if sample is not None:
@@ -126,9 +126,10 @@ class WaitQueue:
         return None
 
     def _in_turn(self, home: str | None) -> Iterable[list[FitQueue]]:
-        """The queues of a home with waiting samples, by the fairness policy; batches of equal keys in order of arrival.
+        """Returns the queues of a home with waiting samples, by the fairness policy; batches of equal keys in order of
+        arrival.
 
-        Old batches have few: the rest of their samples run.
+        Old batches have few waiting samples: the rest of them run.
         """
         queues = self._queues.get(home, {})
         if len(queues) < 2:
@@ -140,7 +141,9 @@ class WaitQueue:
         return (*self._fairness.key(batch.view()), batch.arrival)
 
     def next_up(self, home: str | None, count: int) -> list[Sample]:
-        """The first `count` samples bound to `home` in the order of the next decision, regardless of their need."""
+        """Returns the first `count` samples bound to `home` in the order of the next decision, regardless of their
+        need.
+        """
         found = []
         for queues in self._in_turn(home):
             while len(found) < count and (sample := self._peek(queues, MAX_NEED_TOKENS)) is not None:
@@ -153,7 +156,7 @@ class WaitQueue:
         return found
 
     def last_first(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Waiting samples in the reverse of the order of their batches and of lane 0, queued here or not."""
+        """Returns waiting samples in the reverse of the order of their batches and of lane 0, queued here or not."""
         return sorted(samples, key=self._whole_key, reverse=True)
 
     def _whole_key(self, sample: Sample) -> tuple:

@@ -30,7 +30,7 @@ class Aimd(BaseModel):
     min_match_tokens: int = Field(3, ge=0, le=64, description="shortest context a draft may rest on")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
-        """`memory`: int32 windows by slot."""
+        """Returns the windows. `memory`: int32 windows by slot."""
         if not len(view.slot):
             return np.zeros(0, np.int32), memory
         before = np.zeros(0, np.int32) if memory is None else memory

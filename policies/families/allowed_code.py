@@ -14,7 +14,7 @@ _added: set[str] = set()
 
 
 def allow_code(*packages: str) -> None:
-    """Allow dotted paths into these packages, in this process. Raises ValueError unless each is one plain name."""
+    """Allows dotted paths into these packages, in this process. Raises ValueError unless each is one plain name."""
     for package in packages:
         if not isinstance(package, str) or not package.isidentifier():
             raise ValueError(f"allowed_code: {package!r} is not the name of a top-level package, such as my_package")
@@ -22,12 +22,14 @@ def allow_code(*packages: str) -> None:
 
 
 def added_code() -> tuple[str, ...]:
-    """The packages that `allow_code` has added, in order of names."""
+    """Returns the packages that `allow_code` has added, in order of names."""
     return tuple(sorted(_added))
 
 
 def check_allowed(path: str) -> None:
-    """Raise ValueError, in one line, if the package of a dotted path `module:Class` is not allowed. Imports nothing."""
+    """Raises ValueError, in one line, if the package of a dotted path `module:Class` is not allowed. Imports
+    nothing.
+    """
     package = path.partition(":")[0].partition(".")[0]
     if package == "tailrace" or package in _added:
         return

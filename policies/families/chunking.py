@@ -1,4 +1,4 @@
-"""How much of a sample runs at once (divided rollout, Seer 4.2). The core reserves KV for all of it."""
+"""Chunk lengths: how much of a sample runs at once (divided rollout, Seer 4.2). The core reserves KV for all of it."""
 
 from typing import Annotated, Literal, Protocol, runtime_checkable
 

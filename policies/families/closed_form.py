@@ -18,12 +18,13 @@ INNER = np.arange(1, 32)
 
 GUESS_X, GUESS_TRIES = np.array([0.5, 1.0, 2.0]), np.full(3, 16.0)
 GUESS_Y = 0.7 * (1 - np.exp(-GUESS_X))
-"""Where nothing was verified yet: the first drafts are mostly right (alpha is 1), 0.7 of an answer can be drafted (k),
-and each of three points of that curve counts as 16 verifications."""
+"""Prior points of the curve before anything was verified: the first drafts are mostly right (alpha is 1), and 0.7 of an
+answer can be drafted (k). Each of three points counts as 16 verifications.
+"""
 
 
 class PositionCounts(NamedTuple):
-    """Verifications by draft length, faded: how many there were, and the draft tokens accepted in them."""
+    """Verifications by draft length, faded: their number, and the draft tokens accepted in them."""
 
     tries: np.ndarray
     accepted: np.ndarray
@@ -44,7 +45,7 @@ class ClosedForm(BaseModel):
     max_draft_tokens: int = Field(16, ge=1, le=64, description="max draft tokens of a sample in a step")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
-        """`memory`: Evidence."""
+        """Returns the budgets. `memory`: PositionCounts."""
         count = len(view.proposed)
         if not count:
             return np.zeros(0, np.int32), memory
@@ -72,10 +73,10 @@ class ClosedForm(BaseModel):
 
 
 def fit(evidence: PositionCounts) -> tuple[float, float]:
-    """alpha and k of equation 3, by least squares over a grid of alpha.
+    """Returns alpha and k of equation 3, by least squares over a grid of alpha.
 
-    A verification of d drafts, a of them accepted, makes 1 + a tokens: x = d / (1 + a) drafts and
-    y = a / (1 + a) accepted per token of the answer, and equation 3 reads y = k (1 - exp(-alpha x)).
+    A verification of d drafts, a of them accepted, makes 1 + a tokens: x = d / (1 + a) drafts and y = a / (1 + a)
+    accepted per token of the answer, and equation 3 reads y = k (1 - exp(-alpha x)).
     """
     tries = evidence.tries[1:]
     mean = evidence.accepted[1:] / np.maximum(tries, 1e-9)
@@ -90,10 +91,10 @@ def fit(evidence: PositionCounts) -> tuple[float, float]:
 
 
 def best_passes(left: np.ndarray, alpha: float, k: float, base_s: float, token_s: float) -> float:
-    """N, the passes that minimise equation 5: where its derivative changes sign.
+    """Returns N, the passes that minimise equation 5: where its derivative changes sign.
 
     J'(N) = base - token x (sum over l > N of l / (alpha (N - l (1 - k)))) grows with N, since terms shrink and drop
-    out. Between the bound that k sets and the longest l it is looked for on finer and finer grids.
+    out. N is searched between the bound that k sets and the longest l, on finer and finer grids.
     """
     low, high = float(left.max()) * (1 - k), float(left.max())
     for _ in range(2):
@@ -106,6 +107,6 @@ def best_passes(left: np.ndarray, alpha: float, k: float, base_s: float, token_s
 
 
 def budgets(left: np.ndarray, alpha: float, k: float, passes: float) -> np.ndarray:
-    """Equation 7: the drafts with which each sample ends after this number of passes."""
+    """Returns the drafts with which each sample ends after this number of passes (equation 7)."""
     share = np.minimum(np.maximum(1 - passes / left, 0.0) / k, 1 - 1e-12)
     return -(left / alpha) * np.log1p(-share)

@@ -19,20 +19,24 @@ from tailrace.policies.protocol.views import DraftModelsView
 @runtime_checkable
 class DraftModels(Protocol):
     """The interface to the core. `acceptance`: prior chance that a draft token is right if all earlier ones are.
-    `replicas`: running draft models, or their max where the tail policy decides the number; 0: no `way` is asked."""
+    `replicas`: number of running draft models, or their maximum if the tail policy decides the number; 0: `way` is not
+    called.
+    """
 
     acceptance: float
     replicas: int
 
     def way(self, view: DraftModelsView, acceptance: float) -> tuple[DraftMode | None, str]:
-        """The draft mode of a sample's next chunk with its reason, or None for the drafter's configured mode."""
+        """Returns the draft mode of a sample's next chunk with its reason, or None for the drafter's configured
+        mode.
+        """
 
     def gain(self, view: DraftModelsView) -> float:
-        """How many times as fast as without draft models samples are expected to be; 1.0 where nothing is planned."""
+        """Returns the expected speed-up of samples over no draft models; 1.0 if nothing is planned."""
 
 
 class AsConfigured(BaseModel):
-    """The draft model's own configuration says how, of every sample."""
+    """The mode in the draft model's own configuration, the same for every sample."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["as_configured"] = "as_configured"
@@ -99,7 +103,9 @@ class Planned(BaseModel):
         return Decoupled(max_window=self.max_window)
 
     def _plan(self, view: DraftModelsView) -> Plan:
-        """A drafter is rated as if it had the verifier's samples alone, each as slow as those that it has make it."""
+        """Returns the plan. A drafter is rated as if it had the verifier's samples alone, each as slow as its present
+        samples make it.
+        """
         verified, drafted = max(1, view.verified), max(1, view.drafted)
         drafted = 1 << (drafted - 1).bit_length()  # a power of two, so that few plans are made
         step = self.drafter or measured_drafter(view.performance, drafted) or DrafterStep()
@@ -110,7 +116,7 @@ class Planned(BaseModel):
 
 
 def measured_drafter(known: Performance | None, samples: int) -> DrafterStep | None:
-    """A draft model's step, exact for one sample and for `samples`; None if none was measured."""
+    """Returns a draft model's step, exact for one sample and for `samples`; None if none was measured."""
     if known is None or not known.drafter_seconds:
         return None
     one_s, all_s = (seconds_at(count, known.drafter_samples, known.drafter_seconds) for count in (1, max(2, samples)))
@@ -119,8 +125,9 @@ def measured_drafter(known: Performance | None, samples: int) -> DrafterStep | N
 
 
 def measured_verifier(known: Performance | None, samples: int, window: int) -> VerifierStep | None:
-    """An engine's step, exact for `samples` samples without drafts and with windows of `window`; None if none was
-    measured."""
+    """Returns an engine's step, exact for `samples` samples without drafts and with windows of `window`; None if none
+    was measured.
+    """
     if known is None:
         return None
     plain_s, full_s = (known.verify_s(samples, samples * width) for width in (1, 1 + window))
@@ -130,7 +137,7 @@ def measured_verifier(known: Performance | None, samples: int, window: int) -> V
 
 
 def rough(value: float) -> float:
-    """Two digits: few plans are made, and a measured figure moves less from report to report."""
+    """Rounds to two digits: few plans are made, and a measured figure moves less from report to report."""
     return float(f"{value:.1e}")
 
 

@@ -1,9 +1,9 @@
 """Draft budgets: the number of draft tokens of each running sample of a replica in an engine step.
 
-Called by the engine once per step, with the drafts that the index proposes. Drafts never change tokens, so a policy
-can only cost time; for `goodput` the loss is bounded by the errors of its cost model and of the probabilities.
-Contract: `decide` is a pure function of view and memory, writes to neither, and gives each sample at most
-min(proposed, max_draft_tokens) tokens. Memory is None at first, and holds a policy's state by slot.
+Called by the engine once per step, with the drafts that the index proposes. Drafts never change tokens, so a policy can
+only cost time; for `goodput` the loss is bounded by the errors of its cost model and of the probabilities. Contract:
+`decide` is a pure function of view and memory, writes to neither, and gives each sample at most min(proposed,
+max_draft_tokens) tokens. Memory is None at first, and holds a policy's state by slot.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -21,7 +21,8 @@ from tailrace.policies.protocol.views import DraftView
 class Drafting(Protocol):
     """The interface of a drafting policy, built in or the user's own. The core reads `reads_classes` alone.
 
-    `by_worth`: the policy drafts a token only if its chance is worth its time, so proposals may be cut where none is.
+    `by_worth`: the policy drafts a token only if its chance is worth its time, so proposals may be cut at the first
+    that is not.
     """
 
     reads_classes: bool
@@ -29,10 +30,10 @@ class Drafting(Protocol):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Max draft tokens of a sample: the engine asks the index for no more."""
+        """Maximum number of draft tokens of a sample: the engine requests no more from the index."""
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
-        """Draft tokens of each row, int32[n], and the memory for the next step."""
+        """Returns the draft tokens of each row, int32[n], and the memory for the next step."""
 
 
 class NoDrafting(BaseModel):

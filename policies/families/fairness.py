@@ -1,7 +1,8 @@
-"""Fairness between batches in flight: whose sample runs next, if the batches of several drivers wait.
+"""Fairness between batches in flight: whose sample runs next, if batches of several drivers wait.
 
-Contract: the core orders batches by `key`, the smallest first, and tries the next batch if no sample of one fits. So a
-sample that fits never waits. Within a batch the ordering decides. With one batch, all members decide the same.
+Contract: the core orders batches by `key`, the smallest first, and tries the next batch if no sample of one fits. A
+sample that fits therefore never waits. Within a batch the ordering decides. With one batch, all members decide the
+same.
 """
 
 from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
@@ -13,7 +14,7 @@ from tailrace.policies.protocol.views import BatchView
 
 @runtime_checkable
 class Fairness(Protocol):
-    """`apart`: whether each batch has an order of its own. Without it `key` has no effect."""
+    """`apart`: True if each batch has its own order. Without it `key` has no effect."""
 
     apart: bool
 

@@ -1,7 +1,7 @@
-"""Draft budgets by the tokens that a second of an engine step is expected to bring: ours, and the default.
+"""Draft budgets by the tokens that a second of an engine step is expected to bring. The default.
 
-Invariant: by its own model no choice of budgets is better, that of no drafts included. The model is the measured cost
-of steps and the chances that proposals come with, corrected by how often such chances came true on this replica. A
+Invariant: by its own model no choice of budgets is better, including that of no drafts. The model is the measured cost
+of steps and the chances that come with proposals, corrected by how often such chances came true on this replica. A
 member of the drafting family; called by the engine once per step.
 """
 
@@ -18,15 +18,16 @@ BINS = 10
 
 
 class Track(NamedTuple):
-    """Of the draft tokens tested so far, faded per step: per bin, the sum of their claimed chances and how many were
-    right. A bin's claim is worth PRIOR_TOKENS tokens at first."""
+    """Record of the draft tokens tested so far, faded per step: per bin, the sum of their claimed chances and the
+    number of right ones. A bin's claim is worth PRIOR_TOKENS tokens at first.
+    """
 
     claimed: np.ndarray  # float64[BINS]
     right: np.ndarray  # float64[BINS]
     last: np.ndarray  # float32[slots, max_draft_tokens]: chances claimed in each slot's last proposal
 
     def factors(self) -> np.ndarray:
-        """Correction factor of a claimed chance, by bin."""
+        """Returns the correction factor of a claimed chance, by bin."""
         trusted = PRIOR_TOKENS * (np.arange(BINS) + 0.5) / BINS
         return (self.right + trusted) / (self.claimed + trusted)
 
@@ -52,7 +53,7 @@ class Goodput(BaseModel):
     tail_running: int = Field(4, ge=0, le=4096, description="late means at most this many running samples here")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
-        """`memory`: Track."""
+        """Returns the budgets. `memory`: Track."""
         count = len(view.proposed)
         if not count:
             return np.zeros(0, np.int32), memory
@@ -82,7 +83,9 @@ class Goodput(BaseModel):
         return (left / left.max()) ** self.tail_weight
 
     def _learn(self, view: DraftView, claimed: np.ndarray, memory: Track | None) -> Track:
-        """The right tokens of a draft and the first wrong one were tested; the tokens after it were not."""
+        """Adds the last drafts to the record: the right tokens of a draft and the first wrong one were tested, later
+        ones not.
+        """
         track = memory or Track(np.zeros(BINS), np.zeros(BINS), np.zeros((0, self.max_draft_tokens), np.float32))
         last = np.zeros((max(len(track.last), int(view.slot.max()) + 1), self.max_draft_tokens), np.float32)
         last[: len(track.last)] = track.last

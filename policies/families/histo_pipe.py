@@ -1,9 +1,9 @@
 """HistoPipe as an ordering: prompts of about one length share replicas, and long steps follow short ones (RhymeRL 6).
 
-Prompts are ranked by the median length of their last epoch and cut into ranking groups. In odd steps the shortest
-group gets the first replicas, in even steps the last ones. In the second tier long groups get more replicas, so that
-the groups' times rise in a line (`tiers`). Not here: migration of outliers (6.3). Invariant: equal batches and
-replicas give equal homes; each ranking group has a replica or more. Called by `UnassignedGroups`.
+Prompts are ranked by the median length of their last epoch and cut into ranking groups. In odd steps the shortest group
+gets the first replicas, in even steps the last ones. In the second tier long groups get more replicas, so that the
+groups' times rise in a line (`tiers`). Not here: migration of outliers (6.3). Invariant: equal batches and replicas
+give equal homes; each ranking group has a replica or more. Called by `UnassignedGroups`.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,9 @@ class HistoPipe(OneLane):
         return ((),)
 
     def homes(self, prompts: Sequence[PromptView], step: int, replicas: Sequence[ReplicaView]) -> list[str]:
-        """The replica of each prompt's samples. `replicas`: all that are ready, in order of ids; one or more."""
+        """Returns the replica of each prompt's samples. `replicas`: all that are ready, in order of ids; one or
+        more.
+        """
         count = len(replicas)
         if not any(map(last_epoch, prompts)):
             return [replicas[place * count // len(prompts)].replica_id for place in range(len(prompts))]
@@ -52,27 +54,30 @@ class HistoPipe(OneLane):
 
 
 def last_epoch(prompt: PromptView) -> tuple[int, ...]:
-    """Lengths of the newest earlier answers; empty without any."""
+    """Returns the lengths of the newest earlier answers; empty without any."""
     return prompt.past_lengths[0] if prompt.past_lengths else ()
 
 
 def ranked(prompts: Sequence[PromptView]) -> list[int]:
-    """Places of prompts by median length in the last epoch, shortest first; those without one at the middle."""
+    """Returns the places of prompts by median length in the last epoch, shortest first; those without one at the
+    middle.
+    """
     medians = [float(np.median(past)) if (past := last_epoch(prompt)) else None for prompt in prompts]
     usual = float(np.median([median for median in medians if median is not None]))
     return sorted(range(len(prompts)), key=lambda place: (usual if medians[place] is None else medians[place], place))
 
 
 def even_runs(items: Sequence, runs: int) -> list[Sequence]:
-    """Cut in order into runs whose sizes differ by one at most."""
+    """Cuts items in order into runs whose sizes differ by one at most."""
     return [items[len(items) * n // runs : len(items) * (n + 1) // runs] for n in range(runs)]
 
 
 def group_s(prompts: Sequence[PromptView], replicas: Sequence[ReplicaView], count: int) -> float:
-    """Seconds of a ranking group on `count` replicas, tau(l, dp) of the paper, by lengths of its last epoch.
+    """Returns the seconds of a ranking group on `count` replicas, tau(l, dp) of the paper, by lengths of its last
+    epoch.
 
-    The steps are those of the longest answer, or more where KV holds fewer samples. Each takes base + per chunk *
-    chunks, by the mean of the measured steps; before the first measurement a step counts as one second.
+    The steps are those of the longest answer, or more if KV holds fewer samples. Each takes base + per chunk * chunks,
+    by the mean of the measured steps; before the first measurement a step counts as one second.
     """
     known = [(prompt.prompt_tokens, tokens) for prompt in prompts for tokens in last_epoch(prompt)]
     if not known:

@@ -1,5 +1,4 @@
-"""Which KV a sample continues with when the weights change under it: the core has KV of that version read and
-written."""
+"""Policies for KV when the weights change during a sample: the version whose KV the core reads and writes for it."""
 
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
@@ -8,13 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @runtime_checkable
 class KvOnUpdate(Protocol):
-    """`first_version`: the weights that made the sample's first token, the present ones while it has none."""
+    """`first_version`: the weights that made the sample's first token, or the present ones while it has none."""
 
     def kv_version(self, first_version: int, weights_version: int) -> int: ...
 
 
 class Fresh(BaseModel):
-    """The present weights': a sample's context is computed again after every update."""
+    """The present version: a sample's context is computed again after every update."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fresh"] = "fresh"
@@ -24,7 +23,7 @@ class Fresh(BaseModel):
 
 
 class Keep(BaseModel):
-    """Those that the sample began under: it keeps its KV over updates, and new samples are always fresh."""
+    """The version that the sample began under: it keeps its KV over updates, and new samples are always fresh."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["keep"] = "keep"

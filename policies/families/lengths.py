@@ -1,8 +1,8 @@
 """Length policies: the expected length of an answer, by its group, its prompt's history and the batch.
 
-Contract: `expected` is a pure function, within generated + 1 to max_tokens. `reads_all` says whether it looks at
-`running` and `batch` of its view; if not, the core leaves them empty. Called by `LengthTracker` when a sample is queued
-or one of its mates finishes; orderings and drafting use the result.
+Contract: `expected` is a pure function, within generated + 1 to max_tokens. `reads_all` says whether it reads `running`
+and `batch` of its view; if not, the core leaves them empty. Called by `LengthTracker` when a sample is queued or one of
+its mates finishes; orderings and drafting use the result.
 """
 
 from itertools import chain
@@ -15,7 +15,9 @@ from tailrace.policies.protocol.length_stats import LONG
 from tailrace.policies.protocol.views import LengthsView
 
 HUBER = 1.345
-"""Standard deviations at which evidence is clipped (Huber's): one runaway answer must not speak for its prompt."""
+"""Number of standard deviations at which evidence is clipped (Huber's): one runaway answer must not decide for its
+prompt.
+"""
 
 
 @runtime_checkable
@@ -25,7 +27,7 @@ class Lengths(Protocol):
     reads_all: bool
 
     def expected(self, group: LengthsView, generated: int) -> int:
-        """Expected tokens of the whole answer of a sample that has `generated` and continues."""
+        """Returns the expected tokens of the whole answer of a sample that has `generated` and continues."""
 
 
 class MaxFinished(BaseModel):
@@ -107,7 +109,8 @@ class Shrunk(BaseModel):
 
 
 def _posterior(total: float, count: float, beyond: list[float], spread: float) -> tuple[float, float]:
-    """Mean log length, and the answers it rests on: `count` that add up to `total`, and one beyond each of `beyond`.
+    """Returns the mean log length, and the number of answers behind it: `count` that add up to `total`, and one beyond
+    each of `beyond`.
 
     Three rounds of EM (each running answer at its own expectation) come within 1 % of the fixed point.
     """
@@ -119,7 +122,7 @@ def _posterior(total: float, count: float, beyond: list[float], spread: float) -
 
 
 def _hazard(z: float) -> float:
-    """Density over survival of the standard normal: the mean of values beyond z."""
+    """Returns density over survival of the standard normal: the mean of values beyond z."""
     return exp(-z * z / 2) / sqrt(2 * pi) / _survival(z) if z < 8 else z + 1 / z
 
 
@@ -128,7 +131,7 @@ def _survival(z: float) -> float:
 
 
 def _mean_beyond(mean: float, spread: float, tokens: int) -> float:
-    """Mean of a log-normal length that is greater than `tokens`."""
+    """Returns the mean of a log-normal length that is greater than `tokens`."""
     whole = exp(mean + spread * spread / 2)
     if not tokens:
         return whole
@@ -143,7 +146,7 @@ def _within(group: LengthsView, generated: int, tokens: int) -> int:
 
 
 def class_starts(group: LengthsView) -> tuple[int, int]:
-    """Answer tokens from which a sample of the group counts as medium, and as long (DAS 4.2).
+    """Returns the numbers of answer tokens from which a sample of the group counts as medium, and as long (DAS 4.2).
 
     Its first class is the commonest of earlier answers to the prompt, or of finished mates if there are none.
     """
@@ -153,7 +156,7 @@ def class_starts(group: LengthsView) -> tuple[int, int]:
 
 
 def length_class(group: LengthsView, generated: int) -> int:
-    """0 short, 1 medium, 2 long: the class of a sample of the group that has `generated` tokens."""
+    """Returns the class of a sample of the group that has `generated` tokens: 0 short, 1 medium, 2 long."""
     medium_at, long_at = class_starts(group)
     return (generated >= medium_at) + (generated >= long_at)
 

@@ -1,11 +1,11 @@
 """Orderings: which sample runs next. A waiting sample has one key per lane; the core takes the smallest that fits.
 
 Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not wait),
-on its group's finished samples, and on expected lengths (which change as one finishes); on anything else of the group
-only in a lane that is named in `growing_lanes`, and so that it grows as a step continues (the core renews keys when a
-sample of the group finishes; in growing lanes it also looks again at the one it is about to take). Lanes are several
-orders over the same samples; `lane` says which one the n-th decision follows. An ordering that binds whole batches has
-`homes` (see `histo_pipe`), called in place of `bind` for the groups of a batch that need a replica.
+on its group's finished samples, and on expected lengths (which change as one finishes). It may depend on anything else
+of the group only in a lane named in `growing_lanes`, and only so that it grows as a step continues. The core renews
+keys when a sample of the group finishes; in growing lanes it also checks the one that it is about to take. Lanes are
+several orders over the same samples; `lane` gives the lane of the n-th decision. An ordering that binds whole batches
+has `homes` (see `histo_pipe`), called in place of `bind` for the groups of a batch that need a replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,9 @@ class OneLane(BaseModel):
         return 0
 
     def bind(self, group: int, groups: int, replicas: Sequence[str]) -> str | None:
-        """The replica to which the `group`-th of a batch's `groups` groups is bound, or None if it may run anywhere."""
+        """Returns the replica to which the `group`-th of a batch's `groups` groups is bound, or None if it may run
+        anywhere.
+        """
         return None
 
 
@@ -68,9 +70,9 @@ class Seer(OneLane):
     """Seer 4.3, Algorithm 1: probes first, shortest first; then groups by greatest estimated length.
 
     L_g is the expected length of group g by the `lengths` policy: by its default, as in the paper, the greatest
-    finished length, or max_tokens while none has finished. With probability `explore` a decision goes to the
-    group of fewest chunks instead (the paper gives no rate). The draw depends on prompt and index alone. So runs of the
-    same prompts compare under any batch name.
+    finished length, or max_tokens while none has finished. With probability `explore` a decision takes the group with
+    the fewest chunks instead (the paper gives no rate). The draw depends on prompt and index alone, so runs of the same
+    prompts compare under any batch name.
     """
 
     type: Literal["seer"] = "seer"
@@ -93,9 +95,9 @@ class Seer(OneLane):
 class RemainingFirst(OneLane):
     """Probes first, shortest first; then the sample with the longest expected remainder, by the `lengths` policy.
 
-    A sample adds its remainder to the step, not its whole length. Each `patience`-th decision goes to the
-    sample that has run the fewest chunks instead, so one that has run c waits for at most `patience` decisions per
-    chunk that samples before it in that order still lack: an estimate can delay a sample, and never starve it.
+    A sample adds its remainder to the step, not its whole length. Each `patience`-th decision takes the sample that has
+    run the fewest chunks instead. A sample that has run c chunks therefore waits for at most `patience` decisions per
+    chunk that the samples before it in that order still lack: an estimate can delay a sample, and never starve it.
     """
 
     type: Literal["remaining_first"] = "remaining_first"
@@ -113,7 +115,7 @@ class RemainingFirst(OneLane):
 
 
 class OracleLongestFirst(OneLane):
-    """True longest first: the bound for every estimate. Only where lengths are known: simulation and replay."""
+    """True longest first: the bound for every estimate. Only if lengths are known: in simulation and replay."""
 
     type: Literal["oracle_longest_first"] = "oracle_longest_first"
 

@@ -26,7 +26,7 @@ class Placement(Protocol):
 
 
 class EveryHit(BaseModel):
-    """Base of placements that reckon with no performance: whatever the pool holds is pulled."""
+    """Base of placements that use no performance: whatever the pool holds is pulled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     sticky: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class EveryHit(BaseModel):
 
 
 class LeastKv(EveryHit):
-    """Seer's rule: the replica with the max free KV; a sample moves only if that gains `stay_tokens` of room."""
+    """Seer's rule: the replica with most free KV; a sample moves only if that gains `stay_tokens` of room."""
 
     type: Literal["least_kv"] = "least_kv"
     stay_tokens: int = Field(0, ge=0, description="KV room another replica must have more before a sample moves there")
@@ -77,7 +77,7 @@ class FirstFit(EveryHit):
 
 
 class Pinned(EveryHit):
-    """The replica with the max free KV for the first chunk; later chunks stay with their KV and wait for room there."""
+    """The replica with most free KV for the first chunk; later chunks stay with their KV and wait for room there."""
 
     type: Literal["pinned"] = "pinned"
     sticky: ClassVar[bool] = True
@@ -117,7 +117,7 @@ class CostAware(BaseModel):
         return there if stay_s - move_s > self.min_gain_s else here, memory
 
     def min_pull_tokens(self, performance: Performance | None) -> int | None:
-        """The knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s."""
+        """Returns the knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s."""
         if self.pull_from_tokens is not None:
             return self.pull_from_tokens
         if performance is None or not performance.prefill_token_s:
@@ -128,7 +128,9 @@ class CostAware(BaseModel):
         return 1 + int(performance.fetch_base_s / (compute_s - fetch_s))
 
     def _kv_s(self, sample: SampleView, there: Performance) -> float:
-        """Until a replica of this performance, on which the sample did not run last, has the KV of its context."""
+        """Returns the seconds until a replica of this performance, on which the sample did not run last, has the KV of
+        its context.
+        """
         context = sample.prompt_tokens + sample.generated_tokens
         compute_s = context * there.prefill_token_s
         least = self.min_pull_tokens(there)

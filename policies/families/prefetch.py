@@ -1,4 +1,6 @@
-"""Whose KV is brought near before it is needed: of how many waiting samples the core works out where each goes next."""
+"""Prefetch policies: the number of waiting samples whose next replica the core predicts, to bring their KV there
+early.
+"""
 
 from typing import Annotated, Literal, Protocol, runtime_checkable
 

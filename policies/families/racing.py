@@ -1,8 +1,8 @@
 """Fastest-of-N: which straggler also races with which draft method, and on which free replica (SpecActor 4.2).
 
 Invariants: no worker takes more than its room, no sample gets a method twice or a copy on the replica it runs on, and
-no copy is made that is expected to bring less than `min_gain`. Copies write the same tokens (law 2), so a race
-changes the time only. Pure and deterministic, ties by id. Called whenever replicas become free.
+no copy is made that is expected to gain less than `min_gain`. Copies make the same tokens (law 2), so a race changes
+the time only. Pure and deterministic, ties by id. Called whenever replicas become free.
 """
 
 from bisect import bisect_right
@@ -34,7 +34,7 @@ class MethodProfile:
             raise ValueError(f"{self.method}: needs a profile, and a curve over rising acceptance rates")
 
     def speedup(self, acceptance: float) -> float:
-        """Between points of the curve by a straight line; beyond its ends as at the end."""
+        """Returns the speed-up at an acceptance: linear between points of the curve, constant beyond its ends."""
         above = bisect_right(self.curve, acceptance, key=lambda point: point[0])
         if above in (0, len(self.curve)):
             return self.curve[min(above, len(self.curve) - 1)][1]
@@ -45,7 +45,7 @@ class MethodProfile:
         return sum(self.profile) / len(self.profile)
 
     def gain(self, speedup: float) -> float:
-        """How many times as fast a sample of this speed-up is expected to be once it also races with this method.
+        """Returns the expected speed-up of a sample with this speed-up once it also races with this method.
 
         The mean over the profile of max(theirs, speedup) / speedup: at least 1, since the faster copy counts.
         """
@@ -55,7 +55,7 @@ class MethodProfile:
 
 @dataclass(frozen=True, slots=True)
 class MethodTable:
-    """Draft methods with their gains. Raises ValueError if two have one name."""
+    """Draft methods with their gains. Raises ValueError if two have the same name."""
 
     rungs: tuple[MethodProfile, ...]
 
@@ -64,12 +64,12 @@ class MethodTable:
             raise ValueError("a draft method is named twice in the table")
 
     def ranked(self, acceptances: Mapping[str, float] | None = None) -> tuple[MethodProfile, ...]:
-        """Fastest first, each at its mean acceptance: the one given for it, else its profile's."""
+        """Returns the methods, fastest first, each at its mean acceptance: the given one, else its profile's."""
         means = {rung.method: rung.mean_acceptance() for rung in self.rungs} | dict(acceptances or {})
         return tuple(sorted(self.rungs, key=lambda rung: (-rung.speedup(means[rung.method]), rung.method)))
 
     def first_choice(self, acceptances: Mapping[str, float] | None = None) -> str | None:
-        """The best method for all samples at a step's start, or None if plain decoding is at least as fast."""
+        """Returns the best method for all samples at a step's start, or None if plain decoding is at least as fast."""
         means = acceptances or {}
         for rung in self.ranked(acceptances)[:1]:
             if rung.speedup(means.get(rung.method, rung.mean_acceptance())) > 1.0:
@@ -77,28 +77,29 @@ class MethodTable:
         return None
 
     def speedup(self, method: str, acceptance: float) -> float:
-        """Over plain decoding; a method that the table lacks counts as plain decoding."""
+        """Returns the speed-up over plain decoding; a method that the table lacks counts as plain decoding."""
         return next((rung.speedup(acceptance) for rung in self.rungs if rung.method == method), 1.0)
 
     def gain(self, own: str, acceptance: float) -> float:
-        """How many times as fast a sample that drafts by `own` is expected to be once it races with all others."""
+        """Returns the expected speed-up of a sample that drafts by `own` once it races with all other methods."""
         alone = speedup = self.speedup(own, acceptance)
         for rung in self.others(own):
             speedup *= rung.gain(speedup)
         return speedup / alone
 
     def others(self, own: str) -> tuple[MethodProfile, ...]:
-        """Ranked, without `own`."""
+        """Returns the methods by rank, without `own`."""
         return tuple(rung for rung in self.ranked() if rung.method != own)
 
     def among(self, methods: Sequence[str]) -> "MethodTable":
-        """Of these methods alone."""
+        """Returns the table of these methods alone."""
         return MethodTable(tuple(rung for rung in self.rungs if rung.method in methods))
 
 
 class Straggler(NamedTuple):
-    """`acceptance` is that of the first of its `methods`; a method that no table knows decodes plainly.
-    `replica`: where it runs."""
+    """A sample that may race. `acceptance`: that of the first of its `methods`; a method that no table knows decodes
+    plainly. `replica`: where it runs.
+    """
 
     sample_id: str
     acceptance: float
@@ -124,9 +125,10 @@ class Assignment(NamedTuple):
 
 @runtime_checkable
 class Racing(Protocol):
-    """The interface to the core. `room`: running chunks up to which a replica takes copies, 0 for no races. `usual`:
-    the acceptance of a method that no replica has measured. A policy may have a method `informed`: it returns the
-    policy to use by a replica's performance and the chance of each method's drafts (see `FastestOfN`)."""
+    """The interface to the core. `room`: number of running chunks up to which a replica takes copies, 0 for no races.
+    `usual`: acceptance of a method that no replica has measured. A policy may have a method `informed`: it returns the
+    policy to use, given a replica's performance and the chance of each method's drafts (see `FastestOfN`).
+    """
 
     room: int
     usual: float
@@ -159,14 +161,18 @@ RATES, MOST_WINDOW = tuple(n / 20 for n in range(20)), 16
 
 
 def measured_curve(known: Performance, draft_s: float) -> tuple[tuple[float, float], ...]:
-    """Gains over plain decoding of a sample alone, each at its best window, drafts in turn of `draft_s` a token."""
+    """Returns gains over plain decoding of a sample alone, each at its best window, with drafts that take turns and
+    `draft_s` a token.
+    """
     plain_s = known.verify_s(1, 1)
     took_s = [w * draft_s + known.verify_s(1, 1 + w) for w in range(MOST_WINDOW + 1)]
     return tuple((p, max(verified(p, w + 1) * plain_s / one for w, one in enumerate(took_s))) for p in RATES)
 
 
 def measured_rungs(known: Performance, chance_of: Callable[[str], float]) -> tuple[MethodProfile, ...]:
-    """Of the group's index, whose drafts are free, and of a draft model; a guess for one that has not run."""
+    """Returns the profiles of the group's index, whose drafts are free, and of a draft model; a guess for one that has
+    not run.
+    """
     group, model = USUAL
     curves = {group.method: measured_curve(known, 0.0), model.method: model.curve}
     if known.drafter_seconds:
@@ -200,13 +206,13 @@ class FastestOfN(BaseModel):
         return MethodTable(self.rungs or USUAL)
 
     def informed(self, known: Performance | None, chance_of: Callable[[str], float]) -> "FastestOfN":
-        """This policy with the gains of the index and of a draft model as measured, unless it has some of its own."""
+        """Returns this policy with the measured gains of the index and of a draft model, unless it has its own."""
         if self.rungs is not None or known is None or not known.verify_s(1, 1):
             return self
         return self.model_copy(update={"rungs": measured_rungs(known, chance_of)})
 
     def assign(self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker]) -> list[Assignment]:
-        """Copies to start, in order. Methods by rank, workers by load. Costs O(log workers) each."""
+        """Returns the copies to start, in order. Methods by rank, workers by load. Costs O(log workers) each."""
         free: dict[str, list[tuple[int, str, int]]] = {}
         for worker in workers:
             if worker.load < worker.room:
@@ -235,7 +241,7 @@ class FastestOfN(BaseModel):
 
 
 def _least_loaded(heap: list[tuple[int, str, int]], but: str) -> str | None:
-    """Take a place on the worker with the fewest copies that has room and is not `but`."""
+    """Takes a place on the worker with the fewest copies that has room and is not `but`."""
     own = heappop(heap) if heap and heap[0][1] == but else None
     taken = None
     if heap:

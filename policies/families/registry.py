@@ -1,9 +1,8 @@
 """The registry of policies. `Policies` holds one member of every family, as `serve.yaml` names them under `policies`.
 
-A member is named by `type`, and so is one that an installed package brings, by an entry point `FAMILY.NAME` of the
-group `tailrace.policies`. A user's own class is named by dotted path, `type: "my_pkg.mine:MyOrdering"` with
-`args: {...}`; its package must be allowed (`allowed_code`). An unknown name or knob is an error that gives the nearest
-ones.
+A member is named by `type`. An installed package may add members by an entry point `FAMILY.NAME` of the group
+`tailrace.policies`. A user's own class is named by dotted path, `type: "my_pkg.mine:MyOrdering"` with `args: {...}`;
+its package must be allowed (`allowed_code`). An unknown name or knob is an error that gives the nearest ones.
 """
 
 from difflib import get_close_matches
@@ -55,21 +54,23 @@ FAMILIES = {
 
 
 def installed(family: str) -> dict[str, str]:
-    """Policies that installed packages bring to a family: name -> dotted path `module:Class`, in order of names."""
+    """Returns the policies that installed packages add to a family: name -> dotted path `module:Class`, in order of
+    names.
+    """
     found = metadata.entry_points(group=ENTRY_POINTS)
     prefix = f"{family}."
     return {e.name.removeprefix(prefix): e.value for e in sorted(found) if e.name.startswith(prefix)}
 
 
 def members(family: str) -> dict[str, type[BaseModel]]:
-    """Built-in policies of a family by their `type`."""
+    """Returns the built-in policies of a family by their `type`."""
     union = get_args(FAMILIES[family][0])[0]
     classes = get_args(union) or (union,)
     return {cls.model_fields["type"].default: cls for cls in classes}
 
 
 def name_of(policy: BaseModel) -> str:
-    """The `type` of a policy: its name, or the dotted path of a user's own."""
+    """Returns the `type` of a policy: its name, or the dotted path of a user's own."""
     cls = type(policy)
     if any(cls in members(family).values() for family in FAMILIES):
         return policy.type
@@ -77,7 +78,7 @@ def name_of(policy: BaseModel) -> str:
 
 
 def load_policy(family: str, value: Any) -> BaseModel:
-    """A policy object from its name, its mapping, or itself. Raises ValueError with one line on bad input."""
+    """Makes a policy object from its name, its mapping, or itself. Raises ValueError with one line on bad input."""
     if isinstance(value, BaseModel):
         return _checked(family, value)
     spec = value if isinstance(value, dict) else {"type": value}
@@ -128,7 +129,7 @@ def _built(cls: type[BaseModel], knobs: dict) -> BaseModel:
 
 
 def unknown_key(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
-    """The complaint about a key that a model, or a model inside it, does not have: with the nearest key it has."""
+    """Returns the error about a key that a model, or a model inside it, does not have, with the nearest key it has."""
     for part in place[:-1]:
         field = model.model_fields.get(part) if isinstance(part, str) else None
         model = _model_in(field.annotation) or model if field else model
@@ -137,7 +138,7 @@ def unknown_key(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The first pydantic model in a type such as `Model | None` or `tuple[Model, ...]`, or None."""
+    """Returns the first pydantic model in a type such as `Model | None` or `tuple[Model, ...]`, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
@@ -153,7 +154,7 @@ def _checked(family: str, policy: Any) -> BaseModel:
 
 
 def dump_policy(policy: BaseModel, info: SerializationInfo) -> dict:
-    """The mapping from which `load_policy` makes the same policy."""
+    """Returns the mapping from which `load_policy` makes the same policy."""
     name, knobs = name_of(policy), policy.model_dump(mode=info.mode)
     return {"type": name, "args": knobs} if ":" in name else knobs
 

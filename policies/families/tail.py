@@ -19,7 +19,7 @@ KV_SHARE = 0.9
 
 
 class ReplicaGoal(NamedTuple):
-    """`drafters`: replicas of a draft model, which run in the place of engines until the batch has ended."""
+    """`drafters`: number of replicas of a draft model, which take the place of engines until the batch has ended."""
 
     engines: int
     drafters: int = 0
@@ -38,7 +38,7 @@ class Tail(Protocol):
 
 
 class Hold(BaseModel):
-    """All of them, whether they have work or not."""
+    """All replicas, whether they have work or not."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["hold"] = "hold"
@@ -50,8 +50,8 @@ class Hold(BaseModel):
 
 class Shrinking(BaseModel):
     """Base of policies that give replicas back. Full size while samples wait; then `needed()`, once fewer have sufficed
-    for `after_s`. It grows again only with the work, since measured speeds are noisy: engines may become drafters or
-    go, drafters may go.
+    for `after_s`. The number grows again only with the work, since measured speeds are noisy: engines may become
+    drafters or stop, drafters may stop.
 
     Memory is (the answer, the time since when it holds, samples that had not ended).
     """
@@ -76,16 +76,18 @@ class Shrinking(BaseModel):
         return answer, (answer, since, view.unended)
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
-        """While something runs and nothing waits; `answer` is the last one, beyond which nothing comes back."""
+        """Returns the goal while something runs and nothing waits; `answer` is the last goal, which is never
+        exceeded.
+        """
         return ReplicaGoal(self.needed(view, answer.engines))
 
     def needed(self, view: TailView, answer: int) -> int:
-        """The same where no draft model is wanted."""
+        """Returns the same if no draft model is wanted."""
         raise NotImplementedError
 
 
 class Release(Shrinking):
-    """Those that run something, and those that Serve would stop after them: no sample is moved."""
+    """The replicas that run something, and those that Serve would stop after them: no sample is moved."""
 
     type: Literal["release"] = "release"
 
@@ -96,7 +98,7 @@ class Release(Shrinking):
 
 
 class Consolidate(Shrinking):
-    """The fewest on which all that runs has room, and a step takes at most `max_slowdown` longer than on all."""
+    """The fewest replicas with room for all running chunks, at a step at most `max_slowdown` longer than on all."""
 
     type: Literal["consolidate"] = "consolidate"
     max_slowdown: float = Field(0.1, ge=0.0, description="by which share a decode step may get longer")
@@ -133,8 +135,8 @@ class Auto(Shrinking):
     On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured steps.
     Racing copies take free places, lengthen the step, and multiply the pace by the racing policy's expected gain. Draft
     models on other replicas multiply it by their policy's expected gain; races are then left out, since both gain from
-    the same idle time. Samples continue side by side until the longest one's expected end. To it are added a move,
-    where chunks run on replicas that would go, and the time at the old pace until new draft models have started. A
+    the same idle time. Samples continue side by side until the longest one's expected end. Two costs are added to that:
+    a move, if chunks run on replicas that would go, and the time at the old pace until new draft models have started. A
     replica takes moved chunks, copies or drafts while that saves more of the makespan than its share of `worth`; else
     it is given back, unless to start it again for the next batch takes as long as this one will.
     """
@@ -161,9 +163,10 @@ class Auto(Shrinking):
 
 
 class Rest:
-    """The rest of the batches in flight, to the longest sample's expected end. `worth`: of one replica's second.
+    """The rest of the batches in flight, to the longest sample's expected end. `worth`: worth of a second of one
+    replica.
 
-    Without expected tokens in the view it is one step, to which no move and no start is added.
+    If the view has no expected tokens, the rest is one step, without a move or a start.
     """
 
     def __init__(self, view: TailView, answer: ReplicaGoal, measured: Sequence[Performance], worth: float):
@@ -173,7 +176,9 @@ class Rest:
         self._start_s = sum(one.start_s for one in measured) / len(measured) if view.left_tokens else 0.0
 
     def cost_s(self, step_s: float, goal: ReplicaGoal, plain_s: float) -> float:
-        """Seconds to the end by steps of `step_s`, or `plain_s` while draft models start, and the replicas' worth."""
+        """Returns the seconds to the end by steps of `step_s`, or `plain_s` while draft models start, plus the
+        replicas' worth.
+        """
         view, steps, wait_s = self._view, self._steps, 0.0
         if plain_s and goal.drafters > self._answer.drafters:
             wait_s = min(self._start_s, steps * plain_s)
@@ -184,7 +189,7 @@ class Rest:
 
 
 class MeanStep:
-    """Seconds of a step of some chunks, the mean over replicas; each number of chunks is asked once."""
+    """Seconds of a step of some chunks, the mean over replicas; computed once for each number of chunks."""
 
     def __init__(self, measured: Sequence[Performance]):
         self._measured, self._known = measured, {}
@@ -196,7 +201,9 @@ class MeanStep:
 
 
 def token_s(view: TailView, step: MeanStep, count: int) -> float:
-    """Seconds in which a sample continues by as many tokens as one step makes without a race, on `count` replicas."""
+    """Returns the seconds in which a sample makes as many tokens as one step makes without a race, on `count`
+    replicas.
+    """
     own, races = view.running, view.races
     places = min(races.room * count - own, min(races.copies, count - 1) * own)  # each copy is elsewhere
     if places <= 0:
@@ -206,15 +213,15 @@ def token_s(view: TailView, step: MeanStep, count: int) -> float:
 
 
 def mean_s(step: MeanStep, chunks: int, replicas: int) -> float:
-    """Of a step that a chunk is in, over all chunks, spread evenly."""
+    """Returns the mean seconds of a step over all chunks, spread evenly."""
     each, more = divmod(chunks, replicas)
     fuller_s = more * (each + 1) * step(each + 1) if more else 0.0
     return (fuller_s + ((replicas - more) * each * step(each) if each else 0.0)) / chunks
 
 
 def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdown: float) -> int:
-    """The number of replicas that suffices for `running` chunks, at most `most`. `replicas`: Serve stops the last
-    first.
+    """Returns the number of replicas that suffices for `running` chunks, at most `most`. `replicas`: Serve stops the
+    last first.
 
     They have room for all chunks, and a step of ceil(running / n) chunks takes at most 1 + max_slowdown times one of
     ceil(running / most), by the slowest replica measured. `most` while nothing has been measured.
@@ -231,11 +238,11 @@ def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdow
 
 
 def roomy(replicas: Sequence[ReplicaView], running: int, most: int) -> int:
-    """The smallest number of replicas with places and KV for all running chunks, at most `most`."""
+    """Returns the smallest number of replicas with places and KV for all running chunks, at most `most`."""
     used = sum(replica.kv_capacity_tokens - replica.kv_free_tokens for replica in replicas)
     places = room = 0
     for count in range(1, most):
-        replica = replicas[min(count, len(replicas)) - 1]  # those to come are taken to be like the last one
+        replica = replicas[min(count, len(replicas)) - 1]  # later ones are assumed to be like the last one
         places, room = places + replica.max_running, room + KV_SHARE * replica.kv_capacity_tokens
         if running <= places and used <= room:
             return count

@@ -12,7 +12,7 @@ class AcceptanceEstimator:
         self._sums: dict[str, list[float]] = {}  # by method: right, tested, time of the last
 
     def count(self, method: str, right: float, tested: float, now_s: float = 0.0, verifications: int = 1) -> None:
-        """Note the tested draft tokens of some verifications."""
+        """Records the tested draft tokens of some verifications."""
         sums = self._sums.get(method)
         if sums is None:
             self._sums[method] = [float(right), float(tested), now_s]
@@ -23,17 +23,17 @@ class AcceptanceEstimator:
         sums[2] = now_s
 
     def chance(self, method: str, prior: float = PRIOR) -> float:
-        """Chance that a draft token of the method is right if all before it are."""
+        """Returns the chance that a draft token of the method is right if all before it are."""
         right, tested, _ = self._sums.get(method, (0.0, 0.0, 0.0))
         return chance(right, tested, prior)
 
     def overall(self) -> float:
-        """The same over all methods."""
+        """Returns the same over all methods."""
         sums = self._sums.values()
         return chance(sum(one[0] for one in sums), sum(one[1] for one in sums))
 
     def report(self, now_s: float = 0.0) -> tuple[MethodAcceptance, ...]:
-        """By method, in order of names."""
+        """Returns the sums by method, in order of names."""
         return tuple(
             MethodAcceptance(method=method, right=right, tested=tested, age_s=max(0.0, now_s - last_s))
             for method, (right, tested, last_s) in sorted(self._sums.items())

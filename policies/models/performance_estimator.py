@@ -1,4 +1,4 @@
-"""The one measure of a replica's performance: steps, prompts, pulls and drafts in, a `Performance` out.
+"""Measures a replica's performance: takes steps, prompts, pulls and drafts, returns a `Performance`.
 
 Invariant: every figure comes from observations of this replica, faded per observation of its kind, so that a rare one
 (a prompt, a pull) is not forgotten between many decode steps. Fed by the stepper, its pool client, its drafts and their
@@ -30,7 +30,7 @@ class FadedFit:
 
     @property
     def weights(self) -> np.ndarray:
-        """Weights, f64[n]. The ridge towards the guess decides where observations do not."""
+        """Returns the weights, f64[n]. The ridge towards the guess decides if observations do not."""
         ridge = np.diag(np.maximum(1e-6, 1e-3 * np.diag(self._xx)))
         solved = np.linalg.solve(self._xx + ridge, self._xy + ridge @ self._guess)
         return np.maximum(solved, 1e-9)
@@ -42,14 +42,16 @@ class PerformanceEstimator:
     def __init__(self):
         self.steps, self.drafter_steps = StepCostEstimator(), StepCostEstimator()
         self.acceptance = AcceptanceEstimator()
-        self.start_s = 0.0  # that the replica took to start; its owner sets it
-        self._chunks = self._drafts = self._made = 0.0  # of decode steps, faded
+        self.start_s = 0.0  # seconds that the replica took to start; its owner sets it
+        self._chunks = self._drafts = self._made = 0.0  # sums over decode steps, faded
         self._prompt_tokens = self._prompt_s = 0.0  # faded
         self._pulls = FadedFit([0.0, 0.0])
-        self._at_s: dict[str, float] = {}  # of the last observation, by kind
+        self._at_s: dict[str, float] = {}  # time of the last observation, by kind
 
     def step(self, chunks: int, tokens: int, took_s: float, made: int, now_s: float) -> None:
-        """Note a step that verified `tokens` tokens (0: it was no decode step) and made `made`, for `chunks` chunks."""
+        """Records a step that verified `tokens` tokens (0: it was no decode step) and made `made`, for `chunks`
+        chunks.
+        """
         if not (tokens and chunks):
             return
         self.steps.record(tokens, took_s, chunks)
@@ -59,7 +61,7 @@ class PerformanceEstimator:
         self._at_s["step"] = now_s
 
     def prompt(self, chunks: int, tokens: int, took_s: float, now_s: float) -> None:
-        """Note a step of `tokens` tokens for `chunks` chunks, some of them at their prompts."""
+        """Records a step of `tokens` tokens for `chunks` chunks, some of them at their prompts."""
         if tokens <= chunks:
             return
         cost = self.steps.cost(chunks)
@@ -69,18 +71,19 @@ class PerformanceEstimator:
         self._at_s["prompt"] = now_s
 
     def pull(self, tokens: int, took_s: float, now_s: float) -> None:
-        """Note a load of `tokens` tokens from the pool."""
+        """Records a load of `tokens` tokens from the pool."""
         self._pulls.observe([1.0, tokens], took_s)
         self._at_s["pull"] = now_s
 
     def drafter_step(self, samples: int, took_s: float, now_s: float) -> None:
-        """Note a step of a draft model, one token of each of its samples."""
+        """Records a step of a draft model, one token of each of its samples."""
         self.drafter_steps.record(samples, took_s)
         self._at_s["drafter"] = now_s
 
     def report(self, now_s: float, observed_at: float) -> Performance | None:
-        """Returns the record, or None before steps of two sizes were seen. `now_s`: on the clock of observations;
-        `observed_at`: the same moment for the reader."""
+        """Returns the record, or None before steps of two sizes were measured. `now_s`: on the clock of observations;
+        `observed_at`: the same moment for the reader.
+        """
         if (table := self.steps.table()) is None:
             return None
         tokens, seconds, chunk_s = table

@@ -1,7 +1,7 @@
 """Plans of drafter GPUs, verifier GPUs and draft windows (SpecActor 4.1, Algorithms 1 and 2).
 
-Invariant: a plan has the max tokens a second over its options. Plain decoding is one of them, so drafting is planned
-only where it pays. Ties go to fewer GPUs, then to the shorter window. Pure: same figures, same plan. Called by the
+Invariant: a plan has the most tokens per second over its options. Plain decoding is one of them, so drafting is planned
+only if it pays. Ties go to fewer GPUs, then to the shorter window. Pure: same figures, same plan. Called by the
 simulator as a step starts (`plan`) and at intervals of engine steps (`reconfigure`); live by `draft_models` (`best`,
 `better`).
 """
@@ -33,7 +33,8 @@ RATES = {"going_on": decoupled_tokens_s, "renewal": renewal_tokens_s, "published
 class Plan:
     """Use of each `drafter.gpus + verifier.gpus` GPUs of the cluster, for `samples` samples.
 
-    `drafter` is None and `window` 0 for plain decoding by the verifiers. `tokens_s`: expected, of each sample.
+    `drafter` is None and `window` 0 for plain decoding by the verifiers. `tokens_s`: expected tokens per second of each
+    sample.
     """
 
     drafter: DrafterCost | None
@@ -53,7 +54,7 @@ class Plan:
 
 
 class SamplePlan(NamedTuple):
-    """Draft mode of one sample from now on. A coupled window of 0 is plain decoding."""
+    """Draft mode of one sample. A coupled window of 0 is plain decoding."""
 
     window: int
     coupled: bool
@@ -78,10 +79,11 @@ class Decoupled(BaseModel):
     def plan(
         self, samples: int, gpus: int, p: float, drafters: Sequence[DrafterCost], verifiers: Sequence[VerifierCost]
     ) -> Plan:
-        """Algorithm 1: the best of every verifier, every drafter with no more GPUs than it, and every useful window.
+        """Returns the best of every verifier, every drafter with no more GPUs than it, and every useful window
+        (Algorithm 1).
 
-        `samples` of the whole step over `gpus` GPUs; p: mean acceptance of a draft token. A pair takes
-        ceil((g_d + g_v) samples / gpus) of them. Raises ValueError where no verifier fits into the cluster.
+        `samples` of the whole step over `gpus` GPUs; p: mean acceptance of a draft token. A pair takes ceil((g_d + g_v)
+        samples / gpus) of them. Raises ValueError if no verifier fits into the cluster.
         """
         fitting = [verifier for verifier in verifiers if verifier.gpus <= gpus]
         if not fitting:
@@ -98,12 +100,13 @@ class Decoupled(BaseModel):
         return max((plain, *(plan for plan in found if plan)), key=_worth)
 
     def best(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> Plan:
-        """Algorithm 1 for a given pair: the best window for `samples` samples, or plain decoding if better."""
+        """Returns the best window of a pair for `samples` samples, or plain decoding if better (Algorithm 1)."""
         plans = (_plain(verifier, samples), self._best(samples, p, drafter, verifier))
         return max((plan for plan in plans if plan), key=_worth)
 
     def reconfigure(self, acceptances: Mapping[str, float], plan: Plan) -> dict[str, SamplePlan]:
-        """Algorithm 2: for each sample that accepts less than the mean, the better of coupled and decoupled drafting.
+        """Returns, for each sample that accepts less than the mean, the better of coupled and decoupled drafting
+        (Algorithm 2).
 
         Other samples keep the plan's window. Empty if the plan has no drafter.
         """
@@ -115,7 +118,9 @@ class Decoupled(BaseModel):
         return {sample_id: better[p] for sample_id, p in below.items()}
 
     def better(self, p: float, drafter: DrafterCost, verifier: VerifierCost) -> SamplePlan:
-        """Better mode for a sample of acceptance p, to a hundredth. Rated at a batch of one, as in the paper."""
+        """Returns the better mode for a sample of acceptance p, to a hundredth. Rated at a batch of one, as in the
+        paper.
+        """
         rate, windows = RATES[self.rate], range(1, self.max_window + 1)
         coupled_s, waiting = max((coupled_tokens_s(p, drafter, verifier, 1, w), -w) for w in (0, *windows))
         decoupled_s, ahead = max((rate(p, drafter, verifier, 1, w), -w) for w in windows)
@@ -141,9 +146,9 @@ class Decoupled(BaseModel):
         return max(plans, key=_worth, default=None)
 
     def _windows(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> list[int]:
-        """Windows worth a try.
+        """Returns the windows worth a try.
 
-        In SpecActor's rounds the drafter is the slower beyond them: longer windows gain less than they take. The
+        In SpecActor's rounds the drafter is the slower one beyond them: longer windows gain less than they take. The
         paper's end is max(ceil(V' / D'), ceil(beta / alpha)).
         """
         windows = range(1, self.max_window + 1)

@@ -1,9 +1,9 @@
 """Seconds of an engine step by its tokens and chunks, measured while the engine works.
 
 Invariant: every figure comes from steps of this engine. Old ones fade, so the table follows the machine. It starts from
-a rehearsal of a second (`Stepper`). Sizes without a measurement are on the line through the measured ones. A chunk's
-own seconds are known where steps of about as many tokens had different numbers of chunks; else its tokens count alone.
-Owned by `PerformanceEstimator`, and by a draft model for its own steps.
+a rehearsal of a second (`Stepper`). Sizes without a measurement are interpolated. A chunk's own seconds are known if
+steps of about as many tokens had different numbers of chunks; else only its tokens count. Owned by
+`PerformanceEstimator`, and by a draft model for its own steps.
 """
 
 from bisect import bisect_left
@@ -14,13 +14,13 @@ from tailrace.policies.protocol.performance import FADE
 from tailrace.policies.protocol.step_cost import StepCost
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
-"""Sizes. A step is filed under the smallest one that is not below its tokens."""
+"""Sizes, in tokens. A step is filed under the smallest one that is not below its tokens."""
 
 EVERY = 16
-"""Records between two computations of the table: one costs as much as the drafts of several samples."""
+"""Number of records between two computations of the table: one costs as much as the drafts of several samples."""
 
 PAIRED = 20.0
-"""Weight of no difference in a chunk's seconds, in steps that were compared."""
+"""Weight of the assumption that a chunk costs no seconds of its own, in steps that were compared."""
 
 
 class StepCostEstimator:
@@ -33,8 +33,9 @@ class StepCostEstimator:
         self._records = 0
 
     def record(self, tokens: int, took_s: float, chunks: int | None = None) -> None:
-        """Note a step that verified `tokens` tokens, bonus tokens included, of `chunks` chunks (None: one of each), and
-        prefilled nothing."""
+        """Records a step that verified `tokens` tokens, bonus tokens included, of `chunks` chunks (None: one of each),
+        and prefilled nothing.
+        """
         chunks = tokens if chunks is None else chunks
         size = min(bisect_left(TOKENS, tokens), len(TOKENS) - 1)
         cell = self._sums[:, int(tokens >= 2 * chunks), size]
@@ -61,7 +62,7 @@ class StepCostEstimator:
         return self._learned
 
     def cost(self, chunks: int = 0) -> StepCost | None:
-        """The cost of a step of `chunks` chunks by its tokens, or None before two sizes were measured."""
+        """Returns the cost of a step of `chunks` chunks by its tokens, or None before two sizes were measured."""
         if (table := self.table()) is None:
             return None
         if (cost := self._costs.get(chunks)) is None:
@@ -72,9 +73,10 @@ class StepCostEstimator:
 
 
 def _chunk_s(weight: np.ndarray, tokens: np.ndarray, chunks: np.ndarray, seconds: np.ndarray) -> float:
-    """Seconds of one more chunk at equal tokens: sizes that were seen with few and with many drafts are compared.
+    """Returns the seconds of one more chunk at equal tokens, from sizes that were measured with few and with many
+    drafts.
 
-    Arrays f64[2, sizes]. Weighted by the lesser weight of a pair, against PAIRED observations of no difference.
+    Arrays f64[2, sizes]. Weighted by the smaller weight of a pair, against PAIRED observations of no difference.
     """
     both = (weight > 0).all(axis=0)
     if not both.any():
@@ -90,7 +92,7 @@ def _chunk_s(weight: np.ndarray, tokens: np.ndarray, chunks: np.ndarray, seconds
 
 
 def rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The nearest sequence that never falls (pool adjacent violators), f64[n]; weights f64[n] > 0."""
+    """Returns the nearest sequence that never falls (pool adjacent violators), f64[n]; weights f64[n] > 0."""
     blocks: list[list[float]] = []  # mean, weight, length
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         blocks.append([value, weight, 1])

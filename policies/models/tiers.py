@@ -1,6 +1,6 @@
-"""How many workers each ranking group gets, so that the groups' times rise in a line (RhymeRL 6.4, figure 12).
+"""Number of workers of each ranking group, such that the groups' times rise in a line (RhymeRL 6.4, figure 12).
 
-Invariant: the workers of a plan sum up to all of them, each group gets one or more, and no more than it has prompts
+Invariant: the workers of a plan sum up to all of them; each group gets one or more, and no more than it has prompts
 while another could use them. Pure; called by `HistoPipe` of the orderings and by `research.histopipe`.
 """
 
@@ -11,12 +11,14 @@ Time = Callable[[int], float]
 """Seconds of a ranking group by its number of workers; more workers take no longer."""
 
 HALVINGS = 30
-"""Of the slope's interval, to a billionth of it; the paper stops at a second."""
+"""Number of halvings of the slope's interval, to a billionth of it; the paper stops at a second."""
 
 
 def plan_tiers(times: Sequence[Time], prompts: Sequence[int], workers: int, train_s: float) -> list[int]:
-    """Workers of each group, shortest first: those of the flattest line, and the rest one by one to the group that
-    would be through last. `prompts[i]`: workers that group i can use at most. Raises ValueError for too few workers."""
+    """Returns the workers of each group, shortest first: those of the flattest line, and the rest one by one to the
+    group that would finish last. `prompts[i]`: maximum number of workers that group i can use. Raises ValueError for
+    too few workers.
+    """
     if workers < len(times):
         raise ValueError(f"{workers} workers cannot serve {len(times)} ranking groups")
     times = [cache(time_s) for time_s in times]
@@ -28,12 +30,12 @@ def plan_tiers(times: Sequence[Time], prompts: Sequence[int], workers: int, trai
 
 
 def flattest(times: Sequence[Time], workers: int, train_s: float) -> list[int]:
-    """Fewest workers with which group i is through by t0 + i d, where t0 = max(times[0](k), train_s).
+    """Returns the fewest workers with which group i finishes by t0 + i d, where t0 = max(times[0](k), train_s).
 
     The paper lets k be the greatest number a group may have: too few are left for the others unless training is slow.
     Here each k up to an equal share is tried, with the smallest d for it by binary search, and the line wins whose ends
     have the smallest sum: the two that a worker has one after the other. One always exists: at d = the greatest of
-    (times[i](1) - t0) / i one worker does for each group but the first.
+    (times[i](1) - t0) / i one worker suffices for each group but the first.
     """
     best = None
     for first in range(1, workers // len(times) + 1):
@@ -59,7 +61,7 @@ def _least_slope(times: Sequence[Time], workers: int, start_s: float) -> tuple[f
 
 
 def _needed(times: Sequence[Time], workers: int, start_s: float, slope_s: float) -> list[int] | None:
-    """Fewest workers of each group to stay below the line; None where they are more than there are."""
+    """Returns the fewest workers of each group to stay below the line; None if they are more than available."""
     counts: list[int] = []
     for i, time_s in enumerate(times):
         most = workers - sum(counts) - (len(times) - i - 1)

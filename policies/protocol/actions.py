@@ -13,8 +13,9 @@ class SampleEnd(StrEnum):
 
 
 class DraftMode(NamedTuple):
-    """How a draft model drafts for a sample. `window`: max tokens of a draft, 0 for none. `coupled`: drafter and sample
-    take turns, each waiting for the other."""
+    """How a draft model drafts for a sample. `window`: maximum number of tokens of a draft, 0 for none. `coupled`:
+    drafter and sample take turns, each waiting for the other.
+    """
 
     window: int
     coupled: bool
@@ -83,7 +84,7 @@ class EndTurn:
 
 @dataclass(frozen=True, slots=True)
 class EmitGroup:
-    """Every sample of the group has ended: hand it to the driver. The core has forgotten it."""
+    """Every sample of the group has ended: deliver it to the driver. The core has removed it."""
 
     batch_id: str
     group_id: str

@@ -34,12 +34,12 @@ class GroupSpec:
     """A prompt of `prompt_tokens` and its samples; `max_tokens` bounds one sample over all its chunks.
 
     `past_lengths`: tokens of earlier answers to this prompt, one tuple per epoch, newest first. `begun`: samples that
-    an earlier coordinator has begun. `open`: more samples may come, as a later spec of this name in the same batch, and
-    the group is handed out after one that is not open. Such a spec has the same sizes and neither `past_lengths` nor
-    `begun`; its samples, which may be none, are numbered after those that are there.
-    `chunk_tokens`: bound of the chunks of this spec's samples, whatever `chunking` says: their readers wait.
-    `hold_s`: seconds for which a sample of this spec is held after its turn, for the next one; 0: it has one turn. Then
-    `max_tokens` bounds its first turn.
+    an earlier coordinator has begun. `open`: more samples may come, as a later spec with this name in the same batch,
+    and the group is emitted after a spec that is not open. Such a spec has the same sizes and neither `past_lengths`
+    nor `begun`; its samples, which may be none, are numbered after the earlier ones. `chunk_tokens`: maximum length of
+    the chunks of this spec's samples, whatever `chunking` says: their readers wait. `hold_s`: seconds for which a
+    sample of this spec is held after its turn, for the next one; 0: it has one turn. Then `max_tokens` bounds its first
+    turn.
     """
 
     group_id: str
@@ -89,8 +89,9 @@ class BatchCancelled:
 
 @dataclass(frozen=True, slots=True)
 class SampleCancelled:
-    """A driver cancels one sample, or its deadline has passed. One that is held ends as its last turn did. Nothing
-    happens if it has ended before its group."""
+    """A driver cancels one sample, or its deadline has passed. A held sample ends as its last turn did. Nothing happens
+    if it has ended before its group.
+    """
 
     now: float
     sample_id: str
@@ -98,8 +99,9 @@ class SampleCancelled:
 
 @dataclass(frozen=True, slots=True)
 class SampleReturned:
-    """The next turn of a sample that is held: its context grows by `outside_tokens`, which tools or users have said,
-    and it makes at most `max_tokens` more. `hold_s`: as in `GroupSpec`, after this turn."""
+    """The next turn of a held sample: its context grows by `outside_tokens`, from tools or users, and it makes at most
+    `max_tokens` more. `hold_s`: as in `GroupSpec`, after this turn.
+    """
 
     now: float
     sample_id: str
@@ -190,7 +192,7 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasReserved:
-    """A driver announces its next batch: keep at least `replicas` replicas until it comes."""
+    """A driver announces its next batch: keep at least `replicas` replicas until it arrives."""
 
     now: float
     replicas: int

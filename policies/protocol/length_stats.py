@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 PASS_SHARE = 0.4
-"""Target forward passes of the longest answer, per token of it. Suffix drafts from group and history reach one in 2.5
-tokens. DAS measures the passes. With budgets that follow from them, that has a second fixed point: no answer is
-drafted, because every answer is shorter than the undrafted longest."""
+"""Target forward passes of the longest answer, per token of it. Suffix drafts from group and history reach one pass in
+2.5 tokens. DAS measures the passes. With budgets that follow from them, that has a second fixed point: no answer is
+drafted, because every answer is shorter than the undrafted longest.
+"""
 
 LEAST_SPREAD = 0.2
-"""Min spread of log lengths. Less than 22 % was never seen, and zero would make every estimate certain."""
+"""Minimum spread of log lengths. Less than 22 % was never measured, and zero would make every estimate certain."""
 
 UNKNOWN_SHARE, ENOUGH = 0.2, 8
 """Default between-prompt share of the spread, and the prompts' worth of second answers that replace it."""
@@ -26,7 +27,9 @@ SHORT, MEDIUM, LONG = 0, 1, 2
 
 
 class LengthClasses(NamedTuple):
-    """DAS 4.2: short is below `short_tokens`, the passes a step is meant to take; medium is below `medium_tokens`."""
+    """DAS 4.2: short is below `short_tokens`, the passes that a step is meant to take; medium is below
+    `medium_tokens`.
+    """
 
     short_tokens: float
     medium_tokens: float
@@ -37,7 +40,9 @@ class LengthClasses(NamedTuple):
         return (tokens >= self.short_tokens) + (tokens >= self.medium_tokens)
 
     def first(self, lengths: Sequence[int]) -> int:
-        """The commonest class of a prompt's answers; ties go to the longer. Long without any: a potential straggler."""
+        """Returns the commonest class of a prompt's answers; ties go to the longer. Long without any: a potential
+        straggler.
+        """
         counts = [0, 0, 0]
         for tokens in lengths:
             counts[self.of(tokens)] += 1
@@ -55,7 +60,9 @@ class BatchLengths(NamedTuple):
 
 
 def batch_lengths(prompts: Sequence[tuple[tuple, Sequence[int]]], max_tokens: int) -> BatchLengths:
-    """Summary of each prompt's past lengths (a tuple per epoch, newest first) and finished ones, in tokens."""
+    """Returns the summary of each prompt's past lengths (a tuple per epoch, newest first) and finished ones, in
+    tokens.
+    """
     pools = [[*(tokens for epoch in past for tokens in epoch), *finished] for past, finished in prompts]
     pools = [pool for pool in pools if pool]
     epochs = max((len(past) for past, _ in prompts), default=0)
@@ -71,7 +78,9 @@ def batch_lengths(prompts: Sequence[tuple[tuple, Sequence[int]]], max_tokens: in
 
 
 def _between_share(logs: np.ndarray, sizes: np.ndarray) -> float:
-    """One-way analysis of variance with groups of unequal size (the method of moments); kept within 0.05 to 0.9."""
+    """Returns the share by a one-way analysis of variance with groups of unequal size (method of moments), within 0.05
+    to 0.9.
+    """
     count, prompts = len(logs), len(sizes)
     if count - prompts < ENOUGH or prompts < 2:
         return UNKNOWN_SHARE
@@ -84,10 +93,11 @@ def _between_share(logs: np.ndarray, sizes: np.ndarray) -> float:
 
 
 def length_classes(pools: Sequence[Sequence[int]], longest_tokens: float, max_tokens: int) -> LengthClasses:
-    """`pools`: lengths known of each prompt; `longest_tokens`: of a step's longest answer, averaged over epochs.
+    """Returns the classes. `pools`: known lengths of each prompt; `longest_tokens`: a step's longest answer, averaged
+    over epochs.
 
-    DAS 4.2: an answer is promoted when P(short | so far) < 0.4, and when P(long | so far) > 0.6, both by all answers
-    to prompts whose first class is the same. In the second case that is P(not long | so far) < 0.4.
+    DAS 4.2: an answer is promoted when P(short | so far) < 0.4, and when P(long | so far) > 0.6, both by all answers to
+    prompts whose first class is the same. In the second case that is P(not long | so far) < 0.4.
     """
     short = PASS_SHARE * longest_tokens
     medium = (short + max_tokens) / 2
@@ -107,10 +117,11 @@ def length_classes(pools: Sequence[Sequence[int]], longest_tokens: float, max_to
 
 
 def _start(pool: list[int], threshold: float) -> int:
-    """Answer tokens from which P(below `threshold` | longer than that) < 0.4, by the sorted lengths in `pool`.
+    """Returns the answer tokens from which P(below `threshold` | longer than that) < 0.4, by the sorted lengths in
+    `pool`.
 
     With k of the m answers no longer, that share is (B - k) / (m - k), B below the threshold: solved for the smallest
-    k. An answer that reaches the threshold is above it for certain.
+    k. An answer that reaches the threshold is certainly above it.
     """
     passed = max(0, (10 * bisect_left(pool, threshold) - 4 * len(pool)) // 6 + 1)
     sure = ceil(threshold)

@@ -1,11 +1,11 @@
 """The measured performance of one replica: one record, with the fade, the prior and the meaning of "tested".
 
 Measured by `policies.models.performance_estimator`, in the engine; sent in its report and in `ReplicaMeasured`. Read by
-drafting, placement, tail, racing and `draft_models`. Invariant: it holds measurements alone. Each has its age, in
+drafting, placement, tail, racing and `draft_models`. Invariant: it holds only measurements. Each has its age, in
 seconds at `observed_at`, and a figure of 0 without one means that nothing was measured.
 
 A draft token is tested if all drafts before it were right: the right ones and the first wrong one, verified or
-overtaken. So the share of right ones among the tested is the chance that a draft is right if all before it are.
+overtaken. The share of right ones among the tested is therefore the chance that a draft is right if all before it are.
 """
 
 from bisect import bisect_left
@@ -13,26 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FADE = 0.99
-"""The one fade: the weight of an observation 69 observations of the same kind ago is one half."""
+"""Fade of every figure: the weight of an observation 69 observations of the same kind ago is one half."""
 
 PRIOR, PRIOR_TOKENS = 0.5, 8.0
-"""The one prior: chance of a draft token before any was tested, and its weight in tested draft tokens."""
+"""Prior of every chance: that of a draft token before any was tested, and its weight in tested draft tokens."""
 
 
 def count_tested(accepted, drafted):
-    """Tested tokens of drafts of `drafted` tokens whose first `accepted` were right; integers or arrays of them."""
+    """Returns the tested tokens of drafts of `drafted` tokens whose first `accepted` were right; integers or arrays of
+    them.
+    """
     return accepted + (accepted < drafted)
 
 
 def chance(right: float, of_tested: float, prior: float = PRIOR) -> float:
-    """Chance that a draft token is right, by the tested ones and a prior."""
+    """Returns the chance that a draft token is right, by the tested ones and a prior."""
     return (PRIOR_TOKENS * prior + right) / (PRIOR_TOKENS + of_tested)
 
 
 def seconds_at(tokens: float, points: Sequence[float], seconds: Sequence[float]) -> float:
-    """Seconds on the line through points: flat below the first, and beyond the last along the last piece.
+    """Returns the seconds on the line through points: flat below the first, and beyond the last along the last piece.
 
-    As `StepCost.at`, for one number and without arrays: the core asks at every placement.
+    As `StepCost.at`, for one number and without arrays: the core calls it at every placement.
     """
     if tokens <= points[0]:
         return seconds[0]
@@ -53,11 +55,12 @@ class MethodAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """As of `observed_at`. A decode step of n tokens for c chunks takes `step_seconds` at n, and `chunk_s` * c more.
+    """Performance as of `observed_at`. A decode step of n tokens for c chunks takes `step_seconds` at n, and `chunk_s`
+    * c more.
 
-    `drafts`, `made`: mean draft tokens of a chunk in a step, and tokens that it made, lately. A fetch of n tokens of KV
-    takes `fetch_base_s` + n `fetch_token_s` (0: the replica cannot fetch). `drafter_seconds`: of a draft model's step,
-    by its samples. `start_s`: seconds that the replica took to start.
+    `drafts`, `made`: recent means of a chunk's draft tokens in a step, and of the tokens that it made. A fetch of n
+    tokens of KV takes `fetch_base_s` + n `fetch_token_s` (0: the replica cannot fetch). `drafter_seconds`: seconds of a
+    draft model's step, by its samples. `start_s`: seconds that the replica took to start.
     """
 
     observed_at: float
@@ -80,29 +83,33 @@ class Performance:
 
     @classmethod
     def linear(cls, observed_at: float, base_s: float, chunk_s: float, **others) -> "Performance":
-        """Of a replica whose decode step takes base_s + chunk_s * chunks."""
+        """Returns the performance of a replica whose decode step takes base_s + chunk_s * chunks."""
         return cls(observed_at, (1.0, 2.0), (base_s + chunk_s, base_s + 2 * chunk_s), **others)
 
     def verify_s(self, chunks: float, tokens: float) -> float:
-        """Seconds of a decode step of `tokens` tokens for `chunks` chunks."""
+        """Returns the seconds of a decode step of `tokens` tokens for `chunks` chunks."""
         return seconds_at(tokens, self.step_tokens, self.step_seconds) + self.chunk_s * chunks
 
     def step_s(self, chunks: float) -> float:
-        """Seconds of a decode step of `chunks` chunks, with as many drafts as lately."""
+        """Returns the seconds of a decode step of `chunks` chunks, with the recent number of drafts."""
         return self.verify_s(chunks, chunks * (1.0 + self.drafts))
 
     def token_s(self, chunks: float) -> float:
-        """Seconds in which each of `chunks` chunks makes a token: a step makes several."""
+        """Returns the seconds in which each of `chunks` chunks makes a token: a step makes several."""
         return self.step_s(chunks) / self.made
 
     def line(self, chunks: int) -> tuple[float, float]:
-        """Seconds of a step without chunks, and of each chunk: the line through steps of one chunk and of `chunks`."""
+        """Returns the seconds of a step without chunks, and of each chunk: the line through steps of one chunk and of
+        `chunks`.
+        """
         one_s = self.step_s(1)
         each_s = (self.step_s(max(2, chunks)) - one_s) / (max(2, chunks) - 1)
         return one_s - each_s, each_s
 
     def move_s(self, context_tokens: int) -> float:
-        """Seconds until a chunk's KV is here: computed or fetched, whichever is faster; 0 if neither was measured."""
+        """Returns the seconds until a chunk's KV is here: computed or fetched, whichever is faster; 0 if neither was
+        measured.
+        """
         compute_s = context_tokens * self.prefill_token_s
         if not self.fetch_token_s:
             return compute_s

@@ -35,17 +35,17 @@ class StepCost:
         object.__setattr__(self, "_y", np.array(self.seconds, np.float64))
 
     def at(self, tokens) -> np.ndarray:
-        """Seconds of steps of this many tokens: float64, of the shape of `tokens`."""
+        """Returns the seconds of steps of this many tokens: float64, of the shape of `tokens`."""
         x, y = self._x, self._y
         tokens = np.asarray(tokens, np.float64)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
         return np.interp(tokens, x, y) + slope * np.maximum(tokens - x[-1], 0.0)
 
     def least_chance(self, running: int) -> float:
-        """Chance below which a draft token of one of `running` samples brings less than its time.
+        """Returns the chance below which a draft token of one of `running` samples brings less than its time.
 
-        Half of (tokens a second without drafts) * (min seconds of one more token, over the points within reach).
-        k tokens of chance c pay where (n + k c) / t(n + k) > n / t(n). Half, because chances and costs are estimates.
+        Half of (tokens a second without drafts) * (min seconds of one more token, over the points within reach). k
+        tokens of chance c pay if (n + k c) / t(n + k) > n / t(n). Half, because chances and costs are estimates.
         """
         ahead = (self._x > running) & (self._x <= 4 * running + 64)
         if not ahead.any():

@@ -1,1 +1,1 @@
-"""Commands that show: a service as it is, and a recorded run."""
+"""Commands that show a running service."""

@@ -7,7 +7,7 @@ import time
 import click
 
 ROWS = 18
-"""Of the screen, for all but replicas and samples."""
+"""Number of rows of the screen for all except replicas and samples."""
 
 
 @click.command()

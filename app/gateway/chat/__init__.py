@@ -1,1 +1,1 @@
-"""Chats of the gateway: messages with tool calls to prompts, and answers to messages."""
+"""Chats of the gateway: converts messages with tool calls to prompts, and answers to messages."""

@@ -1,6 +1,6 @@
-"""From chat requests to prompts in token ids, and from answers to messages.
+"""Converts chat requests to prompts in token ids, and answers to messages.
 
-Invariant: the prompt is that of the model's chat template. Where a conversation only appends to one that was answered
+Invariant: the prompt is that of the model's chat template. If a conversation only appends to one that was answered
 here, the answer's token ids are those that were generated, and only the messages after it are encoded.
 """
 
@@ -47,7 +47,7 @@ class Chat:
         return tool_parser.of(self.request)
 
     def sampling(self) -> SamplingParams:
-        """As the request gives it, with the form that its choice of tools needs."""
+        """Returns the request's sampling parameters, with the form that its choice of tools needs."""
         sampling = self.request.sampling()
         if self.calls is None or self.calls.form is None:
             return sampling
@@ -67,14 +67,15 @@ class Chat:
         return tuple(self._prompts.encode(text, request.add_special_tokens))
 
     def _text(self, count: int, generates: bool, continues: bool = False) -> str:
-        """The first messages, as the template joins them."""
+        """Returns the first `count` messages, as the template joins them."""
         template = self.request.template() | ({"continue_final_message": True} if continues else {})
         messages = fitting(self._messages[:count], getattr(self._prompts.tokenizer, "chat_template", ""))
         return self._prompts.chat(messages, generates, **template)
 
     def _after(self, answered: int, turn: AnsweredTurn, text: str) -> list[int] | None:
-        """The tokens of the text that follows a turn in `text`; None if that does not begin with the conversation, or
-        if the tokenizer does not encode a part as in the whole."""
+        """Returns the tokens of the text that follows a turn in `text`; None if the text does not begin with the
+        conversation, or if the tokenizer does not encode a part as in the whole.
+        """
         before, until = self._text(answered - 1, True), self._text(answered, False)
         closing = self._prompts.closing if turn.closing is None else self._prompts.piece(turn.closing)
         at = until.rfind(closing, len(before)) if closing else -1
@@ -88,7 +89,7 @@ class Chat:
     # ---- the answer ----------------------------------------------------------------------------------
 
     def keep(self, message: dict, prompt: Sequence[int], sample: SampleResult) -> None:
-        """Keep the token ids of an answer, for requests that append to its message."""
+        """Stores the token ids of an answer, for requests that append to its message."""
         ended = sample.finish_reason is SampleEnd.STOP
         if isinstance(sample.stop_reason, str) or not (ended or sample.finish_reason is SampleEnd.LENGTH):
             return  # a stop text is not in the message, and its tokens must not be in the next prompt

@@ -1,8 +1,8 @@
-"""Token ids of answers that conversations may go back to: a bounded memory by a digest of their messages.
+"""Token ids of answers that conversations may return to: a bounded memory by a digest of their messages.
 
-An answer's text, encoded again, may have other tokens than were generated. So a request whose messages begin with an
-earlier conversation gets its token ids as they were. Invariant: this is never needed; a conversation that is forgotten,
-or was answered by another replica, is encoded again. Called by `Chat`, from any thread.
+An answer's text, encoded again, may have other tokens than were generated. A request whose messages begin with an
+earlier conversation therefore gets its original token ids. Invariant: this is never required; a conversation that was
+dropped, or was answered by another replica, is encoded again. Called by `Chat`, from any thread.
 """
 
 import json
@@ -16,15 +16,16 @@ import numpy as np
 
 
 class AnsweredTurn(NamedTuple):
-    """A conversation up to an answer. `token_ids`: int32, its prompt and the answer. `closing`: the last of them if it
-    ends the answer, or None."""
+    """A conversation up to an answer. `token_ids`: int32, its prompt and the answer. `closing`: the last token if it
+    ends the answer, or None.
+    """
 
     token_ids: np.ndarray
     closing: int | None
 
 
 class Conversations:
-    """`max_tokens`: of all turns; the longest unused are forgotten."""
+    """`max_tokens`: maximum over all turns; the least recently used are dropped."""
 
     def __init__(self, max_tokens: int):
         self._left = max_tokens
@@ -51,12 +52,12 @@ class Conversations:
 
 
 def digest_of(template: Mapping) -> bytes:
-    """The digest of a conversation without messages. `template`: arguments of the chat template."""
+    """Returns the digest of a conversation without messages. `template`: arguments of the chat template."""
     return blake2b(_text(template), digest_size=16).digest()
 
 
 def digest_after(digest: bytes, message: Mapping) -> bytes:
-    """The digest of a conversation with one more message."""
+    """Returns the digest of a conversation with one more message."""
     return blake2b(digest + _text(message), digest_size=16).digest()
 
 

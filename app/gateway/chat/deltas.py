@@ -1,4 +1,4 @@
-"""The message of one streamed chat answer, piece by piece, and whole as the client puts it together.
+"""The message of one streamed chat answer, piece by piece, and whole as the client assembles it.
 
 Called by `stream_answers`, one object for each choice.
 """
@@ -34,9 +34,10 @@ class TextDeltas:
 
 
 class CallDeltas:
-    """An answer that may call tools: token by token through vLLM's parser, since some of them take no more at once.
+    """An answer that may call tools, sent token by token through vLLM's parser, since some parsers accept no more at
+    once.
 
-    A token goes there with its text, once the next one has come.
+    A token is parsed with its text, once the next one has arrived.
     """
 
     def __init__(self, prompts: Prompts, sampling: SamplingParams, calls: RequestedCalls, prompt: Sequence[int],
@@ -72,7 +73,7 @@ class CallDeltas:
             yield delta
 
     def _add(self, call: dict) -> None:
-        """Put a piece of a call to the others, as clients do."""
+        """Appends a piece of a call to the others, as clients do."""
         calls, function = self.message["tool_calls"], call.get("function", {})
         if call["index"] == len(calls):
             calls.append({"id": call.get("id"), "type": "function", "function": {"name": "", "arguments": ""}})

@@ -1,7 +1,7 @@
-"""Messages of a chat, as clients send them back: the forms that vLLM 0.32 takes, and their form for a template.
+"""Messages of a chat, as clients send them back: the formats that vLLM 0.32 accepts, and their format for a template.
 
-Invariant: a conversation that was answered here is taken again, whatever its answers have. Arguments of a call that are
-no JSON object are an empty one for the template. Source: `renderers/chat_utils.py`, `renderers/hf.py`.
+Invariant: a conversation that was answered here is accepted again, whatever its answers contain. Arguments of a call
+that are no JSON object are an empty one for the template. Source: `renderers/chat_utils.py`, `renderers/hf.py`.
 """
 
 import json
@@ -14,10 +14,10 @@ from tailrace.app.gateway.edge.fields import Listed, RequestObject
 from tailrace.app.gateway.edge.json_body import fault_of
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
-"""Types of parts that are text, with the field that has it."""
+"""Types of parts that are text, with the field that holds it."""
 
 Lines = list[dict[str, Any]]
-"""Messages as templates take them."""
+"""Messages in the format of templates."""
 
 
 def _part(given: Any) -> Any:
@@ -25,7 +25,7 @@ def _part(given: Any) -> Any:
 
 
 class ContentPart(RequestObject):
-    """A piece of a message's content; only text has a meaning here."""
+    """A piece of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
@@ -33,21 +33,21 @@ class ContentPart(RequestObject):
     thinking: str | None = None
 
     def content(self) -> str | None:
-        """Its text, or None if it has none. Raises ValueError if it is not text."""
+        """Returns its text, or None if it has none. Raises ValueError if it is not text."""
         if self.type not in TEXTS:
             raise ValueError(f"messages: content of another type than text is not honoured here: {self.type[:30]!r}")
         return getattr(self, TEXTS[self.type])
 
 
 class CalledFunction(RequestObject):
-    """`arguments`: JSON, as its caller has it: a text, also one that was cut, or the value itself."""
+    """`arguments`: JSON as its caller sends it: a text, possibly cut off, or the value itself."""
 
     model_config = ConfigDict(extra="allow")
     name: str
     arguments: Any = None
 
     def parsed(self) -> dict[str, Any] | None:
-        """The arguments as an object, or None if they are none, or one that no template can write."""
+        """Returns the arguments as an object, or None if they are none, or one that no template can write."""
         found = self.arguments
         if isinstance(found, str):
             try:
@@ -66,13 +66,15 @@ class RequestedCall(RequestObject):
     function: CalledFunction
 
     def for_template(self) -> dict:
-        """As templates take it, in vLLM's order of keys."""
+        """Returns the call in the format of templates, in vLLM's order of keys."""
         called = {"arguments": self.function.parsed() or {}, "name": self.function.name}
         found = {"id": self.id, "function": called | (self.function.model_extra or {}), "type": self.type}
         return {name: value for name, value in found.items() if value is not None} | (self.model_extra or {})
 
     def normal(self) -> dict[str, Any]:
-        """The same for calls that mean the same: arguments by their values, unless they are no object."""
+        """Returns the same value for calls with the same meaning: arguments by their values, unless they are no
+        object.
+        """
         arguments = self.function.parsed()
         if arguments is None:
             arguments = self.function.arguments
@@ -80,7 +82,7 @@ class RequestedCall(RequestObject):
 
 
 class RequestedMessage(RequestObject):
-    """One message. Other fields that it has mean nothing, as in vLLM."""
+    """One message. Its other fields have no effect, as in vLLM."""
 
     role: str
     content: str | Annotated[list[Annotated[ContentPart, BeforeValidator(_part)]], Listed] | None = None
@@ -98,13 +100,13 @@ class RequestedMessage(RequestObject):
         return self
 
     def text(self) -> str:
-        """Raises ValueError if its content is not text alone."""
+        """Returns the text. Raises ValueError if its content is not text alone."""
         if isinstance(self.content, str) or self.content is None:
             return self.content or ""
         return "\n".join(text for part in self.content if (text := part.content()) is not None)
 
     def normal(self) -> dict[str, Any]:
-        """The same for messages that mean the same."""
+        """Returns the same value for messages with the same meaning."""
         found = self._said()
         if self.role == "assistant":
             found["tool_calls"] = [call.normal() for call in self.tool_calls or ()]
@@ -112,7 +114,7 @@ class RequestedMessage(RequestObject):
         return {name: value for name, value in found.items() if value not in (None, [])}
 
     def for_template(self) -> dict[str, Any]:
-        """As templates take it."""
+        """Returns the message in the format of templates."""
         found = {name: value for name, value in self._said().items() if value is not None}
         if self.role == "assistant":
             calls = [call.for_template() for call in self.tool_calls or ()]
@@ -131,8 +133,9 @@ class RequestedMessage(RequestObject):
 
 
 def fitting(lines: Lines, chat_template: object) -> Lines:
-    """The messages for a template: without the role `developer`, if it does not know that, but one system message
-    instead, at the head, as vLLM makes it."""
+    """Returns the messages for a template: if it does not know the role `developer`, one system message replaces these,
+    at the head, as vLLM makes it.
+    """
     text = str(chat_template)
     if all(one["role"] != "developer" for one in lines) or "'developer'" in text or '"developer"' in text:
         return lines

@@ -19,11 +19,11 @@ TEMPLATE_OWN = {
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
 }  # fmt: skip
-"""Arguments of transformers' `apply_chat_template` that are not the template's: a request cannot give them."""
+"""Arguments of transformers' `apply_chat_template` that are not the template's: a request cannot set them."""
 
 
 class ToolFunction(RequestObject):
-    """`parameters`: a JSON schema. Other keys have no place in vLLM's prompts either."""
+    """`parameters`: a JSON schema. Other keys do not enter vLLM's prompts either."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -38,7 +38,7 @@ class Tool(RequestObject):
     defer_loading: bool | None = None
 
     def for_template(self) -> dict:
-        """As templates take it: `strict` and `defer_loading` only if they are given."""
+        """Returns the tool in the format of templates: `strict` and `defer_loading` only if they are given."""
         function = self.function.model_dump()
         if function["defer_loading"] is None:
             function["defer_loading"] = self.defer_loading
@@ -84,7 +84,7 @@ class Templated(RequestObject):
         return self
 
     def template(self) -> dict[str, Any]:
-        """Arguments of the chat template, besides messages and the generation prompt."""
+        """Returns arguments of the chat template, besides messages and the generation prompt."""
         tools = [tool.for_template() for tool in self.tools or ()]
         return ({"tools": tools} if tools else {}) | (self.chat_template_kwargs or {})
 
@@ -113,12 +113,12 @@ class ChatRequest(Answered, Templated):
 
     @property
     def chosen(self) -> str | None:
-        """The name of the tool that the answer has to call."""
+        """Returns the name of the tool that the answer has to call."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def bound(self) -> tuple[str, int | None]:
-        """The field that bounds the answer, and its tokens."""
+        """Returns the field that limits the answer, and its tokens."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -128,11 +128,13 @@ class ChatRequest(Answered, Templated):
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may have calls of tools."""
+        """Returns whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def template(self) -> dict[str, Any]:
-        """As vLLM: `reasoning_effort` switches the thoughts of templates that have a switch."""
+        """Returns the arguments as vLLM does: `reasoning_effort` switches the thoughts of templates that have a
+        switch.
+        """
         found = super().template() | ({"documents": self.documents} if self.documents else {})
         if self.reasoning_effort is not None:
             thinks = {"enable_thinking": self.reasoning_effort != "none"}

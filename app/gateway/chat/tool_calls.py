@@ -1,7 +1,7 @@
-"""Calls of tools in answers, found by vLLM's own parsers: in whole answers, and in answers that come token by token.
+"""Calls of tools in answers, found by vLLM's own parsers: in whole answers, and in answers that arrive token by token.
 
 vLLM is loaded only if the gateway's configuration names a parser. Source: vLLM 0.32, `vllm.parser`, which its server
-uses for the same.
+uses for the same purpose.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from typing import Any
 from tailrace.app.gateway.chat.requests import ChatRequest
 
 RANDOM_ID = "chatcmpl-tool-"
-"""How vLLM's own ids of calls begin, unless the model gives them."""
+"""Prefix of vLLM's own ids of calls, unless the model gives them."""
 
 
 class ToolParser:
-    """vLLM's parser `name`, as in its `--tool-call-parser`. Raises ValueError, one line, if there is none or the
-    tokenizer is not of its models."""
+    """vLLM's parser `name`, as in its `--tool-call-parser`. Raises ValueError, one line, if there is none or it does
+    not fit the tokenizer.
+    """
 
     def __init__(self, name: str, tokenizer: Any):
         from vllm.parser.parser_manager import ParserManager
@@ -37,8 +38,8 @@ class ToolParser:
 class RequestedCalls:
     """How the answers of one request may call tools.
 
-    `form`: of the answers, as StructuredOutputs takes it, or None. `special`: whether their text has to show special
-    tokens; `with_stop`: the stop. `is_named`: whether one tool was chosen.
+    `form`: form of the answers, for StructuredOutputs, or None. `special`: True if their text has to show special
+    tokens; `with_stop`: the same for the stop. `is_named`: True if one tool was chosen.
     """
 
     def __init__(self, kind: type, tokenizer: Any, request: ChatRequest):
@@ -62,11 +63,11 @@ class RequestedCalls:
             self.form = {"structural_tag": given.structural_tag} if given.json is None else {"json": given.json}
 
     def parser(self) -> Any:
-        """A parser for one answer: it has a state."""
+        """Returns a parser for one answer: it has a state."""
         return self._kind(self._tokenizer, self._asked.tools, chat_template_kwargs=None, model_config=None)
 
     def message(self, text: str, token_ids: Sequence[int], name: str) -> dict:
-        """The message of a whole answer. `name`: of its sample; the calls get their ids from it."""
+        """Returns the message of a whole answer. `name`: name of its sample, from which the calls get their ids."""
         _, content, calls = self.parser().parse(
             text, self._asked, enable_auto_tools=True, model_output_token_ids=token_ids
         )
@@ -99,8 +100,9 @@ class RequestedCalls:
 
 
 def own_id(given: str | None, name: str, number: int) -> str:
-    """The id of a sample's call, unless the model gives one. The same sample has the same again: some templates put
-    ids into prompts."""
+    """Returns the id of a sample's call, unless the model gives one. The same sample always has the same ids: some
+    templates put them into prompts.
+    """
     if given and not given.startswith(RANDOM_ID):
         return given
     return f"call-{blake2b(f'{name}/{number}'.encode(), digest_size=12).hexdigest()}"

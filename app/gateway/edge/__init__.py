@@ -1,1 +1,1 @@
-"""The edge of the gateway: bodies read strictly, fields without nulls, errors in vLLM's form."""
+"""The edge of the gateway: strict parsing of bodies, fields without nulls, errors in vLLM's format."""

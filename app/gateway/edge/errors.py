@@ -1,4 +1,4 @@
-"""Errors of the gateway in vLLM's form: `{"error": {"message", "type", "param", "code"}}`.
+"""Errors of the gateway in vLLM's format: `{"error": {"message", "type", "param", "code"}}`.
 
 Invariant: a message is one line of Unicode text, whatever it quotes. `param` is the field that the line begins with.
 """
@@ -20,18 +20,18 @@ KINDS = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionError", 404: "NotFoundError",
     429: "RateLimitError", 500: "InternalServerError", 503: "ServiceUnavailableError",
 }  # fmt: skip
-"""By status; others are a ServiceError."""
+"""Error types by status; all others are a ServiceError."""
 
 MAX_MESSAGE_CHARACTERS = 1_000
-"""A line may quote a request's value, which may have megabytes."""
+"""Maximum length of a message: it may quote a request's value, which may have megabytes."""
 
 FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 BEGIN = re.compile(r"(?:[a-z_][\w.]*: )+")
 MADE_NAME = re.compile(r"^prompt 'prompt-[0-9a-f]{16}'(: )?")
-"""Of a group that the request did not name."""
+"""Name of a group that the request did not name."""
 
 TYPES = {"str", "int", "float", "bool", "bytes", "list", "tuple", "dict", "none"}
-"""Pydantic's names for the branches of a union, in the place of an error."""
+"""Pydantic's names for the branches of a union, which it adds to the place of an error."""
 
 
 class FieldRefused(ValueError):
@@ -70,8 +70,9 @@ class ErrorAnswer(BaseModel):
 
 
 def error_body(status: int, message: str, kind: str | None = None, param: str | None = None) -> dict:
-    """vLLM's form of an error. `kind`: its type, or None for that of the status. `param`: the field, or None for
-    the one that the message begins with."""
+    """Returns vLLM's format of an error. `kind`: its type, or None for that of the status. `param`: the field, or None
+    for the one that the message begins with.
+    """
     text = " ".join(message.encode(errors="backslashreplace").decode().split())
     if len(text) > MAX_MESSAGE_CHARACTERS:
         text = f"{text[:MAX_MESSAGE_CHARACTERS]}..."
@@ -83,7 +84,7 @@ def error_body(status: int, message: str, kind: str | None = None, param: str | 
 
 
 def line_of(errors: Sequence[dict[str, Any]]) -> str:
-    """The first of pydantic's errors as one line that begins with the field."""
+    """Returns the first of pydantic's errors as one line that begins with the field."""
     first = errors[0]
     parts = [part for part in first["loc"] if isinstance(part, int) or (FIELD.fullmatch(part) and part not in TYPES)]
     place = ".".join(str(part) for part in parts if part not in ("body", "query", "path"))
@@ -92,14 +93,14 @@ def line_of(errors: Sequence[dict[str, Any]]) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first error inside of a group of errors."""
+    """Returns the first error inside a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of an error of the client."""
+    """Returns the HTTP status of an error of the client."""
     if isinstance(error, SampleFailed):
         return error.status
     kinds = (
@@ -113,7 +114,7 @@ def status_of(error: BaseException) -> int:
 
 
 def error_of(error: BaseException) -> tuple[dict, int]:
-    """An exception in vLLM's form, and its status."""
+    """Returns an exception in vLLM's format, and its status."""
     cause = first_cause(error)
     status, text = status_of(cause), str(cause).strip()
     text = (
@@ -127,7 +128,7 @@ def error_of(error: BaseException) -> tuple[dict, int]:
 
 
 def add_errors(app: FastAPI) -> None:
-    """The answers to exceptions of routes."""
+    """Adds the answers to exceptions of routes."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteHTTPException, _other)
     for kind in (ValueError, PermissionError, ExceptionGroup, SampleFailed, *lost_service(), Exception):

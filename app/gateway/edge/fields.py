@@ -1,7 +1,7 @@
 """Bases of requests' bodies, and of the objects in them.
 
-Invariant: null is "not given", for each field that a model of these has. Free dictionaries, such as schemas, keep
-theirs. A key that an object inside a body has more than the API means nothing, as in vLLM 0.32.
+Invariant: null means "not given", for each field of such a model. Free dictionaries, such as schemas, keep their nulls.
+An extra key of an object inside a body has no effect, as in vLLM 0.32.
 """
 
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Listed = Field(fail_fast=True)
-"""A list's first fault is enough: the faults of a body of 10 MB have gigabytes."""
+"""Reports a list's first fault only: the faults of a body of 10 MB have gigabytes."""
 
 Ids = Annotated[list[int], Listed]
 Texts = Annotated[list[str], Listed]

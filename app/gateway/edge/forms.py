@@ -1,4 +1,4 @@
-"""Forms of answers, as requests give them: OpenAI's `response_format`, and vLLM's `structured_outputs`.
+"""Forms of answers in requests: OpenAI's `response_format`, and vLLM's `structured_outputs`.
 
 Source: vLLM 0.32, `entrypoints/generate/base/protocol.py`, `sampling_params.py`.
 """
@@ -12,7 +12,7 @@ from tailrace.app.gateway.edge.fields import RequestObject, Texts
 
 
 class ResponseFormat(RequestObject):
-    """OpenAI's form of an answer, or vLLM's structural tags, which have fields of their own."""
+    """OpenAI's form of an answer, or vLLM's structural tags, which have their own fields."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -28,7 +28,7 @@ class ResponseFormat(RequestObject):
         return self
 
     def form(self) -> dict | None:
-        """The form as StructuredOutputs has it. Raises ValueError if there is no schema."""
+        """Returns the form for StructuredOutputs. Raises ValueError if there is no schema."""
         if self.type == "structural_tag":
             return {"structural_tag": {"type": self.type} | (self.model_extra or {})}
         if self.type == "json_schema":
@@ -39,7 +39,7 @@ class ResponseFormat(RequestObject):
 
 
 FORM_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""Of vLLM's `structured_outputs`; each could change a token."""
+"""Options of vLLM's `structured_outputs`; each could change a token."""
 
 
 class RequestedForm(RequestObject):
@@ -61,7 +61,7 @@ class RequestedForm(RequestObject):
         return given
 
     def form(self) -> dict[str, Any]:
-        """As StructuredOutputs has it."""
+        """Returns the form for StructuredOutputs."""
         given = {name: getattr(self, name) for name in type(self).model_fields}
         found = {name: value for name, value in given.items() if value is not None}
         return {"json": found.pop("json_schema")} | found if "json_schema" in found else found

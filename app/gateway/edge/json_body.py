@@ -1,6 +1,6 @@
-"""JSON bodies of requests, read strictly: one check for all routes.
+"""JSON bodies of requests, parsed strictly: one check for all routes.
 
-Invariant: all that a route gets can be written again, as JSON in UTF-8. Python's parser alone takes infinities, the
+Invariant: all that a route gets can be written again, as JSON in UTF-8. Python's parser alone accepts infinities, the
 last of two equal keys and halves of surrogate pairs, and lets RecursionError escape.
 """
 
@@ -15,7 +15,9 @@ from fastapi.routing import APIRoute
 from tailrace.deployments.messages.message import broken_text
 
 MAX_DEPTH = 128
-"""Of objects and lists in each other. vLLM takes 64 levels of a schema; templates and parsers recurse about 1,000."""
+"""Maximum nesting of objects and lists. vLLM accepts 64 levels of a schema; templates and parsers recurse about
+1,000.
+"""
 
 
 def parsed(body: bytes) -> Any:
@@ -49,8 +51,9 @@ def parsed(body: bytes) -> Any:
 
 
 def fault_of(value: Any) -> str | None:
-    """One line about a part of a value that cannot be written as JSON in UTF-8, or is nested too deeply; or
-    None."""
+    """Returns one line about a part of a value that cannot be written as JSON in UTF-8, or is nested too deeply; or
+    None.
+    """
     waiting = [("", value, 1)]
     while waiting:
         path, one, depth = waiting.pop()

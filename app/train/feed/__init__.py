@@ -1,1 +1,1 @@
-"""Samples of a run's steps, as the trainer asks for them: by turns, while the tail runs, or steps ahead."""
+"""Samples of a run's steps in the order in which the trainer uses them: by turns, during the tail, or steps ahead."""

@@ -21,8 +21,9 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Lookahead:
-    """`ahead`: steps whose samples are begun before their turn. `drains`: weights wait until all begun samples have
-    ended, so a sample has one version. `whole`: gradients wait for the step's last sample."""
+    """`ahead`: steps whose samples are started before their turn. `drains`: weights wait until all started samples have
+    ended, so a sample has one version. `whole`: gradients wait for the step's last sample.
+    """
 
     ahead: int
     drains: bool
@@ -34,10 +35,10 @@ class Lookahead:
 
 
 def lookahead_of(mode: Mode, max_staleness: int) -> Lookahead:
-    """`max_staleness`: updates, for `bounded`.
+    """Returns the lookahead of a mode. `max_staleness`: updates, for `bounded`.
 
-    There, groups taken stay within (max_staleness + version + 1) x groups of a step: AReaL's admission by capacity
-    (arXiv 2505.24298, 4.1). A version grows by one a step, so a step's groups are admitted together.
+    In `bounded`, groups taken stay within (max_staleness + version + 1) x groups of a step: AReaL's admission by
+    capacity (arXiv 2505.24298, 4.1). A version grows by one a step, so a step's groups are admitted together.
     """
     return {
         Mode.SYNC: Lookahead(ahead=0, drains=True, whole=True),

@@ -8,7 +8,7 @@ from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 
 
 class RunningStep:
-    """Begins at once. `roll_out`: yields the groups of a batch; `on_group`: called with each, on the thread.
+    """Starts at once. `roll_out`: yields the groups of a batch; `on_group`: called with each, on the thread.
 
     `cancel`: ends the batch with this id. An error of the thread is raised by the next call that waits.
     """
@@ -32,34 +32,36 @@ class RunningStep:
 
     @property
     def ended(self) -> frozenset[int]:
-        """Places of the groups that are there."""
+        """Places of the groups that have ended."""
         with self._changed:
             return frozenset(self._groups)
 
     @property
     def is_over(self) -> bool:
-        """Whether all groups are there, or the rollout has failed."""
+        """True if all groups have ended, or the rollout has failed."""
         with self._changed:
             return self._over
 
     def group(self, place: int) -> GroupResult:
-        """The group at a place that has ended."""
+        """Returns the ended group at a place."""
         with self._changed:
             return self._groups[place]
 
     def wait(self, known: int, timeout_s: float | None = None) -> None:
-        """Returns once more than `known` groups are there, all are, or the time is over. Raises the thread's error."""
+        """Returns once more than `known` groups have ended, all have, or the time is over. Raises the thread's
+        error.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._over or len(self._groups) > known, timeout_s)
             if self._error is not None:
                 raise self._error
 
     def wait_for_all(self) -> None:
-        """Returns once all groups are there. Raises the thread's error."""
+        """Returns once all groups have ended. Raises the thread's error."""
         self.wait(len(self._places))
 
     def stop(self) -> None:
-        """End the batch, if it is not over. Its groups are lost."""
+        """Ends the batch, if it is not over. Its groups are lost."""
         if not self.is_over:
             self._cancel(self.batch.batch_id)
             self._thread.join()

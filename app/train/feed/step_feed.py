@@ -1,7 +1,7 @@
 """The samples of a run's steps in the order of training, made as far ahead as the mode allows.
 
-Invariant: tokens are functions of the seed, the step, the place of the question, the sample's index and the weights;
-only `bounded` lets the time of an update decide which weights these are, and then each token's version is known.
+Invariant: tokens are functions of the seed, the step, the place of the question, the sample's index and the weights.
+Only in `bounded` does the time of an update decide which weights these are, and then each token's version is known.
 """
 
 import os
@@ -22,9 +22,10 @@ Groups = Callable[[int], Sequence[PromptGroup]]
 
 
 class StepFeed:
-    """`groups_of`: prompts of a step. `roll_out`: yields groups of a batch. `on_group`: called with each as it ends.
+    """`groups_of`: returns prompts of a step. `roll_out`: yields groups of a batch. `on_group`: called with each as it
+    ends.
 
-    `steps`: of the whole run; nothing is begun beyond.
+    `steps`: steps of the whole run; nothing is started beyond.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StepFeed:
         self._seconds: Counter[str] = Counter()
 
     def begin(self, step: int) -> RunningStep:
-        """Send the trainer's weights, begin all that may begin, and return the step's samples."""
+        """Sends the trainer's weights, starts all that may start, and returns the step's samples."""
         if self._lookahead.drains:
             self.settle()
         self.send_weights()
@@ -60,32 +61,32 @@ class StepFeed:
         return running
 
     def send_weights(self) -> None:
-        """Bring the service to the trainer's present weights."""
+        """Sends the trainer's present weights to the service."""
         with self._counting("weights"):
             self._weights.send()
 
     def next_group(self, running: RunningStep, known: int) -> None:
-        """Wait for more than `known` groups of a step."""
+        """Waits for more than `known` groups of a step."""
         with self._counting("rollout"):
             running.wait(known)
 
     def end(self, step: int) -> None:
-        """Forget a step that has been trained."""
+        """Removes a step that has been trained."""
         del self._running[step]
 
     def settle(self) -> None:
-        """Wait until all samples that have begun have ended."""
+        """Waits until all samples that have started have ended."""
         with self._counting("rollout"):
             for running in self._running.values():
                 running.wait_for_all()
 
     def take_seconds(self) -> Counter[str]:
-        """Seconds for which the trainer has waited since the last call: `rollout` and `weights`."""
+        """Returns the seconds for which the trainer has waited since the last call: `rollout` and `weights`."""
         taken, self._seconds = self._seconds, Counter()
         return taken
 
     def close(self) -> None:
-        """End the samples that run."""
+        """Ends the samples that run."""
         for running in self._running.values():
             running.stop()
         self._running.clear()

@@ -1,1 +1,1 @@
-"""Gradients of a step: which group is computed when, on which threads, and the order in which they are added."""
+"""Gradients of a step: the order in which they are computed and added, and their threads."""

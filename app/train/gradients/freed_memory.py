@@ -8,13 +8,14 @@ import ctypes
 import platform
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
-"""Of glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 def keep_freed_memory() -> bool:
-    """Before the first threads that compute. Returns whether it was done: with another C library it is not.
+    """Keeps freed memory. Call it before the first threads that compute. Returns False with another C library than
+    glibc.
 
-    The process keeps the memory that it had at most.
+    The process keeps the maximum memory that it has used.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,6 +1,6 @@
-"""The gradient of one backward pass, and sums of such in a fixed order.
+"""The gradient of one backward pass, and sums of gradients in a fixed order.
 
-Invariant: floating-point sums depend on their order, so terms are added in that of their keys, whenever they come.
+Invariant: floating-point sums depend on their order, so terms are added in the order of their keys, whenever they come.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ class Gradient:
     mismatch: LogprobMismatch = field(default_factory=LogprobMismatch)
 
     def add(self, other: "Gradient") -> None:
-        """Add another one in place; it must not be used afterwards."""
+        """Adds another one in place; the other must not be used afterwards."""
         for index, (mine, theirs) in enumerate(zip(self.tensors, other.tensors, strict=True)):
             if mine is None:
                 self.tensors[index] = theirs
@@ -31,7 +31,7 @@ class Gradient:
         self.mismatch.add(other.mismatch)
 
     def scale(self, factor: float) -> None:
-        """Multiply the tensors and the loss in place."""
+        """Multiplies the tensors and the loss in place."""
         for tensor in self.tensors:
             if tensor is not None:
                 tensor.mul_(factor)
@@ -47,7 +47,7 @@ class OrderedSum:
         self._sum: Gradient | None = None
 
     def put(self, key: Hashable, term: Gradient) -> None:
-        """Add a term once all before it have been added."""
+        """Adds a term once all before it have been added."""
         self._waiting[key] = term
         while self._order and self._order[0] in self._waiting:
             due = self._waiting.pop(self._order.popleft())
@@ -58,5 +58,5 @@ class OrderedSum:
 
     @property
     def result(self) -> Gradient | None:
-        """The sum of all terms, or None while some are missing."""
+        """Returns the sum of all terms, or None while some are missing."""
         return None if self._order else self._sum

@@ -1,24 +1,26 @@
 """The order in which the gradients of a step's groups are added, and which group to compute next.
 
-Invariant: the sum does not depend on when groups end. It is fixed before the step by expected lengths; a group that
-ends before its turn may be computed early, and its gradient is held until then. Pure.
+Invariant: the sum does not depend on when groups end. Its order is fixed before the step by expected lengths; a group
+that ends before its turn may be computed early, and its gradient is held until then. Pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 
 
 def by_expected_length(question_ids: Sequence[str], longest: Mapping[str, int]) -> tuple[int, ...]:
-    """Places of a step's questions, the shortest expected group first. Unknown ones are expected to be average.
+    """Returns the places of a step's questions, the shortest expected group first. Unknown ones are expected to be
+    average.
 
-    `longest`: tokens of the longest sample that each question had last.
+    `longest`: tokens of each question's longest sample in its last step.
     """
     average = sum(longest.values()) / len(longest) if longest else 0.0
     return tuple(sorted(range(len(question_ids)), key=lambda place: (longest.get(question_ids[place], average), place)))
 
 
 class GradientOrder:
-    """One step. `places`: the first one is added first. `max_held`: groups at a time whose gradient waits for that of
-    one that has not begun."""
+    """One step. `places`: the first one is added first. `max_held`: maximum number of groups whose gradient waits for
+    that of a group that has not begun.
+    """
 
     def __init__(self, places: Sequence[int], max_held: int):
         self.places, self._max_held = tuple(places), max_held
@@ -26,7 +28,9 @@ class GradientOrder:
         self._in_turn = 0  # places from the first one on that have begun
 
     def next(self, ended: Collection[int]) -> int | None:
-        """The place to compute now, or None: wait for another group to end. `ended`: places whose samples are there."""
+        """Returns the place to compute now, or None: wait for another group to end. `ended`: places whose samples have
+        ended.
+        """
         for ahead, place in enumerate(self.places[self._in_turn :]):
             if place in self._begun or place not in ended:
                 continue
@@ -36,7 +40,7 @@ class GradientOrder:
         return None
 
     def begin(self, place: int) -> None:
-        """Note that the gradient of a place is computed from now on."""
+        """Records that the gradient of a place is being computed."""
         self._begun.add(place)
         while self._in_turn < len(self.places) and self.places[self._in_turn] in self._begun:
             self._in_turn += 1

@@ -3,9 +3,9 @@
 Each pass has the same number of torch threads however many workers there are, so its bits do not depend on them. On
 CPUs, several passes at a time use the cores better than one pass on all.
 
-Where engines have the same cores, the threads are of the scheduling class SCHED_IDLE and take the time that engines
-leave. An engine at nice 15, as Ray starts it, then gets nearly all of a core that both want; it would get next to none
-of one that it shares with a thread at nice 0.
+If engines use the same cores, the threads run under the scheduling class SCHED_IDLE and take the time that engines
+leave. An engine at nice 15, as Ray starts it, then gets nearly all of a core that both use; it would get next to none
+of a core that it shares with a thread at nice 0.
 """
 
 import copy
@@ -23,7 +23,7 @@ Compute = Callable[[torch.nn.Module, dict], Gradient]
 
 
 class GradientWorkers:
-    """`model`: used by one worker; its weights are changed only while no pass runs. `threads`: of torch, for each.
+    """`model`: used by one worker; its weights change only while no pass runs. `threads`: torch threads of each worker.
 
     `idle_priority`: leave the cores to all other work. Linux.
     """
@@ -37,11 +37,11 @@ class GradientWorkers:
         self._threads = ThreadPoolExecutor(workers, "gradients", _begin_thread, (threads, idle_priority))
 
     def submit(self, inputs: dict) -> Future[Gradient]:
-        """The gradient of these inputs, once a worker is free."""
+        """Returns the future gradient of these inputs, computed once a worker is free."""
         return self._threads.submit(self._run, inputs)
 
     def close(self) -> None:
-        """Returns once the passes that run have ended; those that wait are dropped."""
+        """Returns once the running passes have ended; waiting ones are dropped."""
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, inputs: dict) -> Gradient:
@@ -59,12 +59,14 @@ def _begin_thread(threads: int, idle_priority: bool) -> None:
 
 
 def sharing_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose parameters have the memory of the model's, and a `grad` of their own."""
+    """Returns a copy whose parameters share the model's memory, and have a separate `grad`."""
     kept = {id(each): each for each in model.buffers()}
     kept |= {id(each): torch.nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
     return copy.deepcopy(model, kept)
 
 
 def workers_for(threads: int) -> int:
-    """As many as the cores that this process may use have room for; one where gradients are computed on a GPU."""
+    """Returns the number of workers for which this process's cores have room; one if gradients are computed on a
+    GPU.
+    """
     return 1 if torch.cuda.is_available() else max(1, len(os.sched_getaffinity(0)) // threads)

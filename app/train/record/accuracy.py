@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Mean(BaseModel):
-    """`standard_error`: of the mean, over the questions."""
+    """`standard_error`: standard error of the mean, over the questions."""
 
     model_config = ConfigDict(frozen=True)
     value: float
@@ -12,8 +12,9 @@ class Mean(BaseModel):
 
 
 class Accuracy(BaseModel):
-    """Mean rewards after `step` steps. `greedy`: of one answer at temperature 0. `sampled`: of `samples` answers to
-    each question, drawn as in training; None if `samples` is 0."""
+    """Mean rewards after `step` steps. `greedy`: mean of one answer at temperature 0. `sampled`: mean of `samples`
+    answers to each question, drawn as in training; None if `samples` is 0.
+    """
 
     model_config = ConfigDict(frozen=True)
     step: int
@@ -24,7 +25,7 @@ class Accuracy(BaseModel):
 
 
 def described(accuracy: Accuracy) -> str:
-    """Both means in words."""
+    """Returns both means in words."""
     means = {"greedy": accuracy.greedy, "sampled": accuracy.sampled}
     found = (f"{name} {mean.value:.3f} +- {mean.standard_error:.3f}" for name, mean in means.items() if mean)
     return ", ".join(found)

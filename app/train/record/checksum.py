@@ -1,4 +1,4 @@
-"""One name for all parameters of a model: equal if and only if every bit is."""
+"""A checksum of all parameters of a model: equal if and only if every bit is."""
 
 import torch
 from blake3 import blake3

@@ -4,10 +4,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Seconds(BaseModel):
-    """Seconds of one step, by the trainer's occupation; they add up to `step`.
+    """Seconds of one step, by the trainer's activity; they add up to `step`.
 
-    `rollout`: waited for samples. `rewards`: waited for rewards. `weights`: sending them. `train`: the
-    rest.
+    `rollout`: waiting for samples. `rewards`: waiting for rewards. `weights`: sending weights. `train`: all else.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -27,12 +26,13 @@ class Staleness(BaseModel):
 
 
 class LedgerRow(BaseModel):
-    """Steps count from 1. `weights_checksum`: of all parameters after the step. Failed and late rewards count as 0.
+    """Steps count from 1. `weights_checksum`: checksum of all parameters after the step. Failed and late rewards count
+    as 0.
 
-    `longest`: tokens of the longest sample of each question, by its id. `groups_without_gradient`: whose answers all
-    had the same reward; no backward pass was run for them. `trainer_cpu_s`: seconds of cores that the
-    trainer's process took. `replica_s`: seconds of engine replicas that were up; `idle_replica_s`: of those, without
-    an engine step; `given_back_s`: of replicas that were up in this run and were given back. `logprob_kl`,
+    `longest`: tokens of the longest sample of each question, by its id. `groups_without_gradient`: groups whose answers
+    all had the same reward; no backward pass was run for them. `trainer_cpu_s`: core seconds of the trainer's process.
+    `replica_s`: seconds of engine replicas that were up; `idle_replica_s`: those without an engine step;
+    `given_back_s`: seconds of replicas that were up in this run and were given back. `logprob_kl`,
     `logprob_difference_max`: trainer's logprobs against the rollout's.
     """
 

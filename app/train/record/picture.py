@@ -1,4 +1,4 @@
-"""The picture of a run: reward and held-out accuracy, loss, and where each step's seconds went."""
+"""The picture of a run: reward and held-out accuracy, loss, and the seconds of each step by activity."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ HELD_OUT = {"sampled": "#d55e00", "greedy": "#009e73"}
 """Accuracies, with their colours."""
 
 WINDOW = 10
-"""Steps of the moving mean of rewards and loss."""
+"""Number of steps of the moving mean of rewards and loss."""
 
 
 def draw(rows: Sequence[LedgerRow], accuracies: Sequence[Accuracy], file: OutputFile) -> None:
-    """Write a PNG. Needs the extra `bench` (matplotlib) and one row or more."""
+    """Writes a PNG. Needs the extra `bench` (matplotlib) and one row or more."""
     import matplotlib
 
     matplotlib.use("Agg")

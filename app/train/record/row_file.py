@@ -35,7 +35,7 @@ class RowFile(Generic[Row]):
             os.fsync(file.fileno())
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows after `step`, and a line that was cut off."""
+        """Drops the rows after `step`, and a line that was cut off."""
         self.rows = [row for row in self.rows if row.step <= step]
         part = self.path.with_suffix(".part")
         part.write_text("".join(row.model_dump_json() + "\n" for row in self.rows))

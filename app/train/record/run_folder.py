@@ -19,9 +19,10 @@ FOLDERS = "checkpoints", "rollouts"
 
 
 class RunFolder:
-    """Made where absent. Raises BadInput if it holds a run of another configuration, or other files in our places.
+    """Created if absent. Raises BadInput if it holds a run of another configuration, or other files under the same
+    names.
 
-    `plot`: whether the run is to have a picture.
+    `plot`: whether the run will have a picture.
     """
 
     def __init__(self, path: Path, config: TrainConfig, plot: bool = False):
@@ -42,7 +43,9 @@ class RunFolder:
         self.sent = RowFile(self.path / ROWS[2], SentWeights)
 
     def _refuse_others(self) -> None:
-        """Without a configuration there is no run here, so nothing that has one of our names is ours."""
+        """Refuses a folder with files of other origin: without a configuration there is no run here, so no file is
+        ours.
+        """
         for name in (*ROWS, PICTURE_NAME, *FOLDERS):
             place = self.path / name
             empty = place.is_dir() and name in FOLDERS and not any(place.iterdir())
@@ -70,7 +73,7 @@ class RunFolder:
         part.replace(file)
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
-        """The step and folder of the newest whole checkpoint, or None. The trainer's state is written last."""
+        """Returns the step and folder of the newest whole checkpoint, or None. The trainer's state is written last."""
         found = [
             (int(path.name.rpartition("-")[2]), path)
             for path in self.checkpoints.glob("checkpoint-*")

@@ -1,4 +1,4 @@
-"""Which step the weights of a digest belong to, over all starts of a run."""
+"""Steps of the weights by their digest, over all starts of a run."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -8,7 +8,7 @@ from tailrace.deployments.messages.rollout import SampleResult
 
 
 class SentWeights(BaseModel):
-    """`step`: updates of the optimizer that the weights have."""
+    """`step`: number of optimizer updates that the weights have."""
 
     model_config = ConfigDict(frozen=True)
     step: int
@@ -17,7 +17,9 @@ class SentWeights(BaseModel):
 
 
 def staleness(rows: RowFile[SentWeights], step: int, samples: list[SampleResult]) -> Staleness:
-    """Of samples that are used after `step` updates. Weights that are not in `rows` count as the step's own."""
+    """Returns the staleness of samples used after `step` updates. Weights that are not in `rows` count as the step's
+    own.
+    """
     steps = {row.digest: row.step for row in rows.rows}
     ages = [
         (step - steps.get(segment.weights_digest, step), segment.end - segment.start)

@@ -1,6 +1,6 @@
-"""Groups on disk as they end: a run that is continued takes them from there, with the tokens it would make again.
+"""Groups on disk as they end: a continued run reads them from there, with the tokens it would make again.
 
-A file for each step. Its first line names the weights: groups of others are not used, unless any will do.
+A file for each step. Its first line names the weights: groups of other weights are not used, unless any are accepted.
 """
 
 import json
@@ -12,12 +12,13 @@ from pydantic import ValidationError
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 
 ANY_WEIGHTS = ""
-"""In place of a digest."""
+"""Accepts any weights, in place of a digest."""
 
 
 class StoredGroups:
-    """`roll_out`: gives the groups of a batch that are not stored. `weights_digest`: of the weights that a step's
-    samples are to be of, or ANY_WEIGHTS."""
+    """`roll_out`: yields the groups of a batch that are not stored. `weights_digest`: returns the digest of the weights
+    that a step's samples must have, or ANY_WEIGHTS.
+    """
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class StoredGroups:
         self._folder, self._roll_out, self._weights_digest = folder, roll_out, weights_digest
 
     def groups_of(self, batch: RolloutBatch) -> Iterator[GroupResult]:
-        """Groups of the batch, the stored ones first."""
+        """Yields groups of the batch, the stored ones first."""
         path, digest = self._folder / f"step-{batch.step:06}.jsonl", self._weights_digest()
         wanted = {group.prompt_id: (group.token_ids, group.samples) for group in batch.groups}
         stored = {
@@ -48,7 +49,7 @@ class StoredGroups:
 
 
 def stored_groups(folder: Path) -> list[GroupResult]:
-    """All groups of a run, step by step."""
+    """Returns all groups of a run, step by step."""
     return [group for path in sorted(folder.glob("step-*.jsonl")) for group in _read(path, ANY_WEIGHTS)]
 
 
@@ -60,7 +61,7 @@ def _write(path: Path, digest: str, groups) -> None:
 
 
 def _read(path: Path, digest: str) -> Iterator[GroupResult]:
-    """Groups of a file up to the first line that a crash has cut off; none if they are of other weights."""
+    """Yields groups of a file up to the first line that a crash has cut off; none if they have other weights."""
     lines = path.read_text().splitlines() if path.exists() else []
     if not lines or (digest != ANY_WEIGHTS and lines[0] != json.dumps({"weights_digest": digest})):
         return

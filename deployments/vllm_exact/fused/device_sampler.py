@@ -1,9 +1,9 @@
 """The exact samplers on a GPU: a step draws, verifies drafts and returns without waiting for the device.
 
 Positions come from the model runner's tensors. Tokens, values, positions and drafts of a step are copied after its
-work. They become records when those are asked for: vLLM has then waited for the tokens.
-Invariant: tokens and records are those of sampler.py. A batch with rules for tokens, or with requests that ask for
-likeliest tokens or masks, is drawn as there, and waits. Called by worker.py on GPUs.
+work. They become records on request: vLLM has then waited for the tokens. Invariant: tokens and records are those of
+sampler.py. A batch with rules for tokens, or with requests for likeliest tokens or masks, is drawn as there, and waits.
+Called by worker.py on GPUs.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from tailrace.deployments.vllm_exact.sampler import (
 
 
 class HostCopy:
-    """Tensors on their way to the host, in the order of the device's work."""
+    """Tensors that are copied to the host, in the order of the device's work."""
 
     def __init__(self, *tensors: torch.Tensor):
         self._copies = [each.to("cpu", non_blocking=True) for each in tensors]
@@ -64,7 +64,7 @@ class DeviceSampler(ExactSampler):
         return DeviceRejectionSampler(self)
 
     def settle(self, only_arrived: bool = False) -> None:
-        """Makes records of the steps that have left some, in their order; `only_arrived`: waits for none."""
+        """Makes the records of finished steps, in order. `only_arrived`: does not wait for any."""
         while self._later and (self._later[0][0].arrived or not only_arrived):
             copy, note = self._later.popleft()
             note(*copy.arrays())
@@ -74,7 +74,7 @@ class DeviceSampler(ExactSampler):
         return self._records.opened_at(batch.slots)
 
     def must_wait(self, batch) -> bool:
-        """Returns whether rows of the batch are drawn on the host's time; then all records are made up to now."""
+        """Returns whether rows of the batch must be drawn on the host; then all records are made up to now."""
         waits = bool(batch.rules or batch.tops or batch.masks)
         if waits:
             self.settle()
@@ -109,11 +109,13 @@ class DeviceSampler(ExactSampler):
         return tokens, values, places
 
     def leave(self, note: Callable, *tensors: torch.Tensor) -> None:
-        """Has `note` called with these tensors as arrays, once records are asked for."""
+        """Queues `note`, to be called with these tensors as arrays once records are requested."""
         self._later.append((HostCopy(*tensors), note))
 
     def _of(self, batch, owner: np.ndarray, logits) -> tuple[torch.Tensor, RowParameters]:
-        """Returns keys i64[m] and parameters of the rows on the device. Those of a plain step are kept for the next."""
+        """Returns keys i64[m] and parameters of the rows on the device. Those of a plain step are reused by the
+        next.
+        """
         vocab, plain = logits.shape[1], len(owner) == len(batch.states) and not batch.replays
         if plain and self._known and self._known[0] is batch and self._known[1] == vocab:
             return self._known[2:]

@@ -1,4 +1,4 @@
-"""Sampling parameters of rows as the fused kernel takes them, computed once on the host.
+"""Sampling parameters of rows in the form of the fused kernel, computed once on the host.
 
 Invariant: they depend on the requests alone, not on tokens or positions, so a batch's are kept while it is unchanged.
 Called by kernel.py and device_sampler.py.
@@ -13,7 +13,7 @@ from tailrace.deployments.vllm_exact.fused.scan import FILTERED, GREEDY, OPEN
 from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW
 
 WINDOW = 0.125
-"""As in kernel_cpu.py: margins up to this, divided by T, are measured."""
+"""Maximum margin, divided by T, that is measured; as in kernel_cpu.py."""
 
 
 BINS_PER_T = 8
@@ -38,7 +38,7 @@ def to_device(values: np.ndarray, device) -> torch.Tensor:
 
 
 def parameters_of(vocab, temperature, top_p, top_k, min_p, forced, tolerance) -> RowParameters:
-    """Returns RowParameters, in arrays, of columns as those of `kernel_cpu.sample_rows`."""
+    """Converts columns as those of `kernel_cpu.sample_rows` to RowParameters, in arrays."""
     heat = temperature.astype(np.float64)
     greedy = heat < GREEDY_BELOW  # in float64, as in kernel_cpu.py
     grouped = (top_p < 1) | ((top_k > 0) & (top_k < vocab))

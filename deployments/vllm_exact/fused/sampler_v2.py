@@ -16,7 +16,7 @@ from tailrace.deployments.vllm_exact.fused.parameters import to_device
 from tailrace.deployments.vllm_exact.sampler import ARGS_KEY, NOTHING
 
 NO_REQUESTS = -1
-"""The number of requests in a warm-up of vLLM's: that of no batch, so its rows leave no records."""
+"""Number of requests in a warm-up of vLLM's: no batch has it, so its rows leave no records."""
 
 
 class StepView:
@@ -32,7 +32,7 @@ class StepView:
         self.input_batch = self.positions = self.query_start_loc = None
 
     def add(self, number: int, params) -> None:
-        """Takes a request from now on, under a number that another one may have had. `params`: its SamplingParams."""
+        """Adds a request, under a number that an earlier one may have had. `params`: its SamplingParams."""
         old = self._at.pop(number, None)
         if old is not None and self.requests.get(old.req_id) is old:  # else it is here again, under another number
             del self.requests[old.req_id]
@@ -41,7 +41,7 @@ class StepView:
             self.requests[state.req_id] = self._at[number] = state
 
     def take(self, step) -> None:
-        """Has the following calls see this InputBatch."""
+        """Sets the InputBatch that the following calls see."""
         drafts = np.diff(step.cu_num_logits_np).astype(np.int64) - 1
         drawn = step.num_computed_tokens_np + step.num_scheduled_tokens - drafts  # after last tokens, without drafts
         ours = all(name in self.requests for name in step.req_ids)
@@ -55,7 +55,7 @@ class StepView:
 
 
 class _Contexts:
-    """The tokens of a step's requests, drafts included, read from the device where rules for tokens ask for them."""
+    """The tokens of a step's requests, drafts included, read from the device when rules for tokens need them."""
 
     def __init__(self, states, step):
         self._states, self._step = states, step
@@ -89,7 +89,7 @@ class SamplerV2(DeviceSampler):
         return self._own.penalties_state
 
     def add_request(self, number: int, params) -> None:
-        """Takes a request from now on. Called by V2."""
+        """Adds a request. Called by V2."""
         self._own.add_request(number, params)
         self._runner.add(number, params)
 
@@ -97,7 +97,7 @@ class SamplerV2(DeviceSampler):
         self._own.apply_staged_writes()
 
     def take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Puts the drafts that the scheduler has for the next step, by request, where V2 looks for its speculator's.
+        """Puts the scheduler's drafts for the next step, by request, where V2 looks for its speculator's.
 
         -1 marks those that V2 has itself. A request that is new to V2 has none in vLLM 0.32.
         """
@@ -114,7 +114,7 @@ class SamplerV2(DeviceSampler):
 
     @staticmethod
     def propose_nothing(speculator) -> None:
-        """Has vLLM's n-gram speculator look for none: the scheduler's drafts replace those that it gives."""
+        """Makes vLLM's n-gram speculator propose nothing: the scheduler's drafts replace its proposals."""
         speculator.propose = lambda input_batch, *_, **__: speculator.drafts[: input_batch.num_reqs]
 
     def verifier(self) -> "RejectionSamplerV2":
@@ -154,7 +154,7 @@ class RejectionSamplerV2(DeviceRejectionSampler):
 
 
 def metadata_of(step) -> SimpleNamespace:
-    """Returns the fields of vLLM's SpecDecodeMetadata that the samplers read, of an InputBatch.
+    """Returns the fields of vLLM's SpecDecodeMetadata that the samplers read, from an InputBatch.
 
     A request's rows are together in both: those of its drafts, then that of the bonus token.
     """
@@ -173,7 +173,7 @@ def metadata_of(step) -> SimpleNamespace:
 
 
 def unfit(runner) -> str | None:
-    """Why the exact samplers cannot draw in this runner, in a few words, or None if they can."""
+    """Returns in a few words why the exact samplers cannot draw in this runner, or None if they can."""
     if runner.supports_mm_inputs:
         return "encodes the images of a step together, so their embeddings depend on the batch"
     return None if runner.batch_sharder is None else "samples a part of each batch on each rank"
