@@ -47,9 +47,10 @@ class ResultChecks:
         if [sample.sample_index for sample in result.samples] != list(range(group.samples)):
             raise Wrong(f"{where}: samples {[sample.sample_index for sample in result.samples]} of {group.samples}")
         for sample in result.samples:
-            self._sample(batch, group, sample, f"{where}#{sample.sample_index}")
+            self.check_sample(batch, group, sample, f"{where}#{sample.sample_index}")
 
-    def _sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:
+    def check_sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:
+        """Check one sample of a group. `where`: its name in the error."""
         ledger, tokens = self._ledger, sample.token_ids
         ledger.samples += 1
         ledger.tokens += len(tokens)

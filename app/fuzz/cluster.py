@@ -4,7 +4,7 @@ The controller is Serve's as far as it matters here: it probes health, replaces 
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -19,6 +19,8 @@ from tailrace.app.fuzz.replica import ILLEGAL_ACCESS, SimulatedReplica
 from tailrace.app.fuzz.shards import SimulatedShards, config_of
 from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
+from tailrace.app.fuzz.worlds.quota_account import AccountedDoor, QuotaAccount
+from tailrace.app.fuzz.worlds.watched_core import WatchedCore
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.context.service import ContextService
@@ -52,6 +54,7 @@ class Size:
     kv_capacity_blocks: int
     policies: dict
     window_bytes: int = WINDOW_BYTES
+    quotas: dict = field(default_factory=dict)
 
 
 class Numbers:
@@ -127,6 +130,7 @@ class SimulatedCluster:
             self.master_process = Process("master")
             self.master = SimulatedMaster()
         self.coordinator: SimulatedCoordinator | None = None
+        self.account: QuotaAccount | None = None  # of the present coordinator, in a run with quotas
         self.coordinator_process: Process | None = None
         self.coordinators = 0
         self.version = 0  # of the last coordinator that was killed
@@ -148,7 +152,7 @@ class SimulatedCluster:
 
     async def _present(self):
         await self._up.wait()
-        return self.coordinator_process, self.coordinator
+        return self.coordinator_process, self.door
 
     # ---- engine replicas -----------------------------------------------------------------------------
 
@@ -215,6 +219,11 @@ class SimulatedCluster:
         self.log_disk.begin_under(max(versions.values(), default=0))
         process = Process(f"coordinator-{self.coordinators + 1}")
         self.coordinator, self.coordinator_process = await self.start_one(process), process
+        self.door = self.coordinator
+        if self.size.quotas:
+            rollouts = self.coordinator.rollouts
+            self.account = QuotaAccount(rollouts.deliveries.quotas, rollouts, self.defects)
+            self.door = AccountedDoor(self.coordinator, self.account)
         self._up.set()
 
     async def start_one(self, process: Process) -> SimulatedCoordinator:
@@ -232,9 +241,11 @@ class SimulatedCluster:
         )
         parts = engines, pool, self.shards, self.telemetry, token_log, nonce, self.disk
         coordinator = process.run(SimulatedCoordinator, *parts)
+        coordinator.rollouts.core_holder._kind = partial(WatchedCore, self.defects)
         coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
-        await process.spawn(coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
+        configuration = {"policies": self.policies.model_dump(), "replicas": limits, "quotas": self.size.quotas}
+        await process.spawn(coordinator.reconfigure(configuration))
         return coordinator
 
     # ---- Serve's controller --------------------------------------------------------------------------

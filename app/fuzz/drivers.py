@@ -13,7 +13,7 @@ from random import Random
 from ray.exceptions import RayError
 
 from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
-from tailrace.app.calls.refused import AdapterRejected
+from tailrace.app.calls.refused import AdapterRejected, QuotaExceeded
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.app.fuzz.checks import Ledger, ResultChecks, Wrong
@@ -21,6 +21,8 @@ from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import digest_of
 from tailrace.app.fuzz.odd.hasty import HastySession, give_up
 from tailrace.app.fuzz.odd.impossible import ImpossibleAsks
+from tailrace.app.fuzz.worlds.grown_batch import GrownBatch
+from tailrace.app.fuzz.worlds.patient import PatientSession
 from tailrace.app.verification.asking import two_turns
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
@@ -58,6 +60,7 @@ class DriverPlan:
     singles: bool = False  # asks for its samples one by one, in an open session
     impossible: bool = False  # asks also for things that no service can do
     hasty: bool = False  # gives calls up and makes them again at once
+    grows: bool = False  # asks for some groups of a batch, and for more while it runs
     adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 
     def batch(self, step: int) -> RolloutBatch:
@@ -117,6 +120,7 @@ class SimulatedDriver:
 
     def __init__(self, plan: DriverPlan, cluster: SimulatedCluster, ledger: Ledger):
         self.plan, self._cluster, self._ledger = plan, cluster, ledger
+        self.name = plan.name
         self.done = 0
         self.ended = False
         self._checks = ResultChecks(cluster, ledger)
@@ -160,11 +164,16 @@ class SimulatedDriver:
             try:
                 if self.plan.hasty:
                     await give_up(client, batch, self._hurry(batch), partial(self._again, batch))
+                if self.plan.grows and (grown := await self._grown(batch)) is not None:
+                    groups |= grown
+                    break
                 async for group in client.rollout(batch):
                     if group.prompt_id in groups:
                         raise Wrong(f"{batch.batch_id}: group {group.prompt_id} came twice")
                     groups[group.prompt_id] = group
                 break
+            except QuotaExceeded:
+                await asyncio.sleep(AGAIN_S)
             except WeightsRejected:
                 groups.clear()
                 self._cluster.culprits.excuses += 1
@@ -187,20 +196,23 @@ class SimulatedDriver:
         rank = {"priority": batch.priority, "share": batch.share}
         while True:
             session, late = client.open(batch.batch_id, seed=batch.seed, step=batch.step, **rank), []
-            hasty = HastySession(session, self._hurry(batch), partial(self._again, batch)) if self.plan.hasty else None
+            asked = PatientSession(session)
+            hasty = HastySession(asked, self._hurry(batch), partial(self._again, batch)) if self.plan.hasty else None
+            quota = asked if self._cluster.size.quotas else None
             try:
                 for group, index in wanted:
                     of = rng.choice((None, group.samples))
                     if turns.random() < TURNS_SHARE:
                         split, hold_s = turns.randint(1, group.max_tokens), turns.choice(HOLDS_S)
-                        late.append(asyncio.ensure_future(two_turns(hasty or session, group, index, split, hold_s)))
+                        late.append(asyncio.ensure_future(two_turns(hasty or asked, group, index, split, hold_s)))
                     else:
                         given = {"group": group.prompt_id, "index": index, "of": of, "adapter": group.adapter}
                         given["max_tokens"] = group.max_tokens
-                        if hasty is None:
+                        if hasty is quota is None:
                             session.submit(group.token_ids, **given)
                         else:
-                            late.append(asyncio.ensure_future(hasty.generate(group.token_ids, **given)))
+                            one = (hasty or quota).generate(group.token_ids, **given)
+                            late.append(asyncio.ensure_future(one))
                     await asyncio.sleep(rng.choice((0.0, 0.0, 1.0)))
                 answers = [answer async for answer in session.samples()]
                 return groups_of_answers([*answers, *(await asyncio.gather(*late))])
@@ -214,6 +226,15 @@ class SimulatedDriver:
                     task.cancel()
                 await asyncio.gather(*late, return_exceptions=True)
                 await session.close()
+
+    async def _grown(self, batch: RolloutBatch) -> dict[str, GroupResult] | None:
+        """All groups of a batch that grows, or None if the service is in trouble. Some may be made again meanwhile."""
+        for _ in range(len(batch.groups)):
+            self._again(batch)
+        rng = Random(f"{batch.seed}:{batch.batch_id}:grown:{self._now()}")
+        groups = await GrownBatch(self._cluster, batch, rng).groups()
+        self._cluster.log_disk.begin(batch.batch_id)  # its streams are closed
+        return groups
 
     def _hurry(self, batch: RolloutBatch) -> Random:
         return Random(f"{batch.seed}/{batch.batch_id}/hasty/{self._now()}")

@@ -17,14 +17,14 @@ from ray.exceptions import OutOfMemoryError
 from tailrace.app.calls.client import QuotaExceeded, RolloutClient
 from tailrace.app.cli import main
 from tailrace.app.fuzz import replica, stepper
-from tailrace.app.fuzz.campaign import campaign, outcome_of
+from tailrace.app.fuzz.campaign import campaign, outcome_of, shortened
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.drivers import driver_client
 from tailrace.app.fuzz.faults import KINDS
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.odd.engine_faults import OF_ENGINES
 from tailrace.app.fuzz.odd.plan import ODDITIES
-from tailrace.app.fuzz.run import end_of, plan_of, run, shortened
+from tailrace.app.fuzz.run import end_of, plan_of, run
 from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.batches import deliveries
 from tailrace.deployments.batches.open_batch import GroupIdentity

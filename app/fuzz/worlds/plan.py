@@ -1,0 +1,69 @@
+"""The worlds of a run by seed, each with its share of the seeds.
+
+Invariant: each world is drawn from a stream of its own, so that no other choice of a seed depends on it.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+WORLDS = {"quotas": 0.25, "grown": 0.3, "scarce": 0.2, "early": 0.15}
+"""Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run).
+`scarce`: each replica has KV for a few samples, so that others wait. `early`: a driver whose samples
+end early."""
+
+SCARCE_BLOCKS = 26
+"""Of KV on a replica: for the longest sample and its chunk."""
+
+GUESTS = ("early",)
+MOST_OF_GUESTS = 4, 800
+"""Samples and tokens that a guest asks for at once, at most."""
+
+CALM_SHARE = 0.5
+"""Of the runs with a guest."""
+
+ROOM = 1.0, 1.0, 1.3, 2.0
+"""A quota over the largest batch or request of a run."""
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """`quotas`: samples and tokens over the largest of a batch, or None without quotas. `guests`: worlds that have a
+    driver of their own. `is_calm`: whether the seed's faults are left out, so that times can be checked."""
+
+    quotas: tuple[float | None, float | None] | None = None
+    guests: tuple[str, ...] = ()
+    is_calm: bool = False
+
+    def bounds(self, samples: int, tokens: int) -> dict[str, int]:
+        """The quotas in force. `samples`, `tokens`: of the largest batch."""
+        whole = {"max_samples": samples, "max_tokens": tokens}
+        return {
+            name: int(size * over)
+            for (name, size), over in zip(whole.items(), self.quotas or (), strict=False)
+            if over is not None
+        }
+
+
+class Worlds:
+    """Choices of a seed among these kinds."""
+
+    def __init__(self, seed: int, kinds: tuple[str, ...]):
+        self._seed, self._kinds = seed, kinds
+
+    def chosen(self, kind: str, name: str = "") -> Random | None:
+        """Returns the stream of a world if the seed has it, for a driver of this name if one is given, else None."""
+        rng = Random(f"{self._seed}:{kind}:{name}")
+        return rng if rng.random() < WORLDS[kind] and kind in self._kinds else None
+
+    def plan(self) -> WorldPlan:
+        quotas = self.chosen("quotas")
+        chosen = {kind: self.chosen(kind) for kind in GUESTS}
+        present = {kind: rng for kind, rng in chosen.items() if rng is not None}
+        return WorldPlan(
+            quotas=quotas and (quotas.choice((*ROOM, None)), quotas.choice((*ROOM, None))),
+            guests=tuple(present),
+            is_calm=any(rng.random() < CALM_SHARE for rng in present.values()),
+        )
+
+
+PLAIN = WorldPlan()
