@@ -84,6 +84,24 @@ class ResultChecks:
         if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and not excused:
             raise Wrong(f"{where}: given up: {sample.error}")
 
+    def check_turn(self, key: int, prompt_tokens: int, max_tokens: int, sample: SampleResult, where: str) -> None:
+        """Check one turn of a sample by its own key: tokens, their logprobs and its end."""
+        tokens = sample.token_ids
+        spans = [(segment.start, segment.end) for segment in sample.segments]
+        if [place for span in spans for place in span] != sorted(place for span in spans for place in span):
+            raise Wrong(f"{where}: segments {spans} do not follow each other")
+        if (spans[-1][1] if spans else 0) != len(tokens):
+            raise Wrong(f"{where}: {len(tokens)} tokens, segments {spans}")
+        for segment in sample.segments:
+            place = prompt_tokens + segment.start
+            self._segment(key, place, tokens[segment.start : segment.end], segment, where)
+        if list(sample.logprobs) != list(map(logprob_of, tokens)):
+            raise Wrong(f"{where}: logprobs are not those of its tokens")
+        if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != max_tokens:
+            raise Wrong(f"{where}: {len(tokens)} tokens of at most {max_tokens} end it by length")
+        if sample.finish_reason is SampleEnd.CANCELLED:
+            raise Wrong(f"{where}: cancelled without a request")
+
     def _segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:
         version, mean, own = segment.weights_version, self._cluster.size.mean_tokens, segment.adapter_digest
         fits = {

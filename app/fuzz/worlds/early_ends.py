@@ -93,7 +93,7 @@ class EarlyEnds:
         """Samples of a session, each with an end of its own."""
         opened = client.open(batch.batch_id, seed=batch.seed, step=batch.step)
         session = PatientSession(opened)
-        ways = (self._by_cancel, self._by_deadline, self._by_leaving, self._by_itself)
+        ways = (self._by_cancel, self._by_deadline, self._by_leaving, self._by_one_of_two, self._by_itself)
         asks = [self._rng.choice(ways)(session, batch, index) for index in range(batch.groups[0].samples)]
         tasks = [asyncio.ensure_future(ask) for ask in asks]
         try:
@@ -148,6 +148,18 @@ class EarlyEnds:
             self._cluster.defects.append(f"{left[0]} runs {ENDS_S:.0f} s after its caller has left")
         sample = await self._checked(self._ask(session, batch, index), batch, index)
         self._not_cut(sample, batch, index)
+
+    async def _by_one_of_two(self, session: PatientSession, batch: RolloutBatch, index: int) -> None:
+        """The caller with a deadline leaves before it: the other one gets the whole sample."""
+        moment_s = self._moment()
+        first = self._ask(session, batch, index, deadline_s=moment_s + 0.5)
+        other = self._ask(session, batch, index)
+        await asyncio.sleep(moment_s)
+        is_early = not first.done()
+        first.cancel()
+        sample = await self._checked(other, batch, index)
+        if is_early:
+            self._not_cut(sample, batch, index)
 
     def _in_core(self, session: str) -> list[tuple[str, SampleRecord]]:
         """Samples of a session that have not ended, with their records."""

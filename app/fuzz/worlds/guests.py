@@ -6,6 +6,7 @@ from typing import Protocol
 from tailrace.app.fuzz.checks import Ledger
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.worlds.early_ends import EarlyEnds
+from tailrace.app.fuzz.worlds.odd_turns import OddTurns
 from tailrace.app.fuzz.worlds.plan import WorldPlan
 
 
@@ -18,5 +19,5 @@ class Guest(Protocol):
 
 def guests(seed: int, worlds: WorldPlan, cluster: SimulatedCluster, ledger: Ledger, calm: bool) -> list[Guest]:
     """`calm`: whether nothing in the run delays an engine's answers."""
-    kinds = {"early": EarlyEnds}
+    kinds = {"early": EarlyEnds, "turns": OddTurns}
     return [kinds[kind](cluster, ledger, rng=Random(f"{seed}:{kind}:asks"), calm=calm) for kind in worlds.guests]

@@ -6,15 +6,15 @@ Invariant: each world is drawn from a stream of its own, so that no other choice
 from dataclasses import dataclass
 from random import Random
 
-WORLDS = {"quotas": 0.25, "grown": 0.3, "scarce": 0.2, "early": 0.15}
+WORLDS = {"quotas": 0.25, "grown": 0.3, "scarce": 0.2, "early": 0.15, "turns": 0.15}
 """Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run).
 `scarce`: each replica has KV for a few samples, so that others wait. `early`: a driver whose samples
-end early."""
+end early. `turns`: one whose samples have turns that come late, twice or too early."""
 
 SCARCE_BLOCKS = 26
 """Of KV on a replica: for the longest sample and its chunk."""
 
-GUESTS = ("early",)
+GUESTS = "early", "turns"
 MOST_OF_GUESTS = 4, 800
 """Samples and tokens that a guest asks for at once, at most."""
 

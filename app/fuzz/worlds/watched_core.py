@@ -31,6 +31,7 @@ class WatchedCore(RolloutCore):
             started = [one for one in actions if isinstance(one, StartChunk) and one.copy_of is None]
             self._check_turns(able, tokens, started)
             self._check_left(able)
+            self._check_homes(able)
         return actions
 
     def _able(self) -> dict[str, Sample]:
@@ -67,6 +68,13 @@ class WatchedCore(RolloutCore):
                         f"{sample.sample_id} waits for {sample.need_tokens} tokens of KV, {room} are free"
                     )
                     return
+
+    def _check_homes(self, able: dict[str, Sample]) -> None:
+        """Samples of one group wait for one replica."""
+        for sample in able.values():
+            if sample.state is WAITING and sample.group.home not in (None, sample.home):
+                self._defects.append(f"{sample.sample_id} waits for {sample.home}, its group for {sample.group.home}")
+                return
 
     def _room_at(self, home: str) -> int:
         return self.replicas.room_tokens(home) if home in self.replicas.ready() else 0
