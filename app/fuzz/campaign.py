@@ -55,7 +55,7 @@ def described(plan: RunPlan) -> list[str]:
     size = plan.size
     lines = [f"seed {plan.seed}: {size.replicas} replicas, limits {size.limits}, policies {size.policies}"]
     for d in plan.drivers:
-        odd = [kind for kind in ("hasty", "impossible", "grows") if getattr(d, kind)]
+        odd = [kind for kind in ("hasty", "impossible", "grows", "overtakes") if getattr(d, kind)]
         work = f"{d.steps} steps of {d.groups} x {d.samples} x {d.max_tokens}"
         lines.append(" ".join([f"  driver {d.name}: {work}", *odd]))
     lines += [
@@ -68,7 +68,7 @@ def described(plan: RunPlan) -> list[str]:
     return lines
 
 
-PLAIN_DRIVER = {"hasty": False}, {"impossible": False}, {"grows": False}
+PLAIN_DRIVER = {"hasty": False}, {"impossible": False}, {"grows": False}, {"overtakes": False}
 
 
 def shortened(plan: RunPlan) -> RunPlan:

@@ -40,13 +40,16 @@ class ResultChecks:
     def __init__(self, cluster: SimulatedCluster, ledger: Ledger):
         self._cluster, self._ledger = cluster, ledger
 
-    def check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult) -> None:
+    def check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult, floor: int = 0) -> None:
+        """`floor`: weights version of the last update of the client that has asked."""
         where = f"{batch.batch_id}/{group.prompt_id}"
         if (result.batch_id, result.prompt_token_ids) != (batch.batch_id, group.token_ids):
             raise Wrong(f"{where}: the result is of another prompt")
         if [sample.sample_index for sample in result.samples] != list(range(group.samples)):
             raise Wrong(f"{where}: samples {[sample.sample_index for sample in result.samples]} of {group.samples}")
         for sample in result.samples:
+            if (lowest := min((one.weights_version for one in sample.segments), default=floor)) < floor:
+                raise Wrong(f"{where}: tokens of weights {lowest}, after an update to {floor}")
             self.check_sample(batch, group, sample, f"{where}#{sample.sample_index}")
 
     def check_sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:

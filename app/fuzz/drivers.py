@@ -22,6 +22,7 @@ from tailrace.app.fuzz.disk import digest_of
 from tailrace.app.fuzz.odd.hasty import HastySession, give_up
 from tailrace.app.fuzz.odd.impossible import ImpossibleAsks
 from tailrace.app.fuzz.worlds.grown_batch import GrownBatch
+from tailrace.app.fuzz.worlds.overtaking import OvertakenUpdate, check_loaded, check_refused
 from tailrace.app.fuzz.worlds.patient import PatientSession
 from tailrace.app.verification.asking import two_turns
 from tailrace.deployments.messages.chunk import sample_key
@@ -61,6 +62,7 @@ class DriverPlan:
     impossible: bool = False  # asks also for things that no service can do
     hasty: bool = False  # gives calls up and makes them again at once
     grows: bool = False  # asks for some groups of a batch, and for more while it runs
+    overtakes: bool = False  # gives two updates of the weights at about the same time
     adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 
     def batch(self, step: int) -> RolloutBatch:
@@ -127,16 +129,16 @@ class SimulatedDriver:
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        client = driver_client(self._cluster)
+        client, floor = driver_client(self._cluster), 0
         while self.done < self.plan.steps or self._now() < self.plan.until_s:
             batch = self.plan.batch(self.done)
             if self.plan.adapted:
                 await self._load_adapter(client)
             groups = await self._rolled(client, batch)
             for group in batch.groups:
-                self._checks.check(batch, group, groups[group.prompt_id])
+                self._checks.check(batch, group, groups[group.prompt_id], floor)
             if self.plan.updates:
-                await self._update(client)
+                floor = await self._updated(client)
             self.done += 1
             await asyncio.sleep(self.plan.pause_s)
         self.ended = True
@@ -247,9 +249,19 @@ class SimulatedDriver:
                 key = sample_key(batch.seed, batch.step, group.prompt_id, index)
                 self._cluster.culprits.ask_again(key, group.token_ids)
 
-    async def _update(self, client: RolloutClient) -> None:
-        """Gives the service new weights, under the first version that is not taken."""
+    async def _updated(self, client: RolloutClient) -> int:
+        """Gives the service new weights. Returns their version."""
         version = self._ledger.version + 1
+        if self.plan.overtakes:
+            rng = Random(f"{self.plan.seed}:{self.name}:overtakes:{version}")
+            earlier = OvertakenUpdate(client, self._cluster, self._ledger, rng)
+            await earlier.run(version, self._update(client, version + 1))
+        else:
+            await self._update(client, version)
+        return self._ledger.version
+
+    async def _update(self, client: RolloutClient, version: int) -> None:
+        """Gives the service new weights, under the first version from this one on that is not taken."""
         while True:
             folder, content = f"w{version}", f"content-{version}"
             self._cluster.disk.folders[folder] = content
@@ -259,12 +271,14 @@ class SimulatedDriver:
             except RayError:
                 await asyncio.sleep(AGAIN_S)
                 continue
-            except WeightsRejected:
+            except WeightsRejected as refused:
+                check_refused(refused, version)
                 await asyncio.sleep(AGAIN_S)
                 version = max(version, (await insisted(client.status, RayError)).weights_version + 1)
                 continue
             if loaded.version != version:
                 raise Wrong(f"update to {version} answered with {loaded.version}")
+            check_loaded(self._cluster, loaded)
             self._ledger.version = version
             if not loaded.digest:
                 self._ledger.unread.add(version)

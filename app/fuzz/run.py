@@ -63,7 +63,7 @@ class RunPlan:
 
     @property
     def all_faults(self) -> tuple[Fault, ...]:
-        return self.faults + self.odd.faults
+        return self.faults + self.odd.faults + self.worlds.faults
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
             impossible=odd.chosen("impossible", f"d{number}") is not None,
             hasty=odd.chosen("hasty", f"d{number}") is not None,
             grows=worlds.chosen("grown", f"d{number}") is not None,
+            overtakes=worlds.chosen("overtaking", f"d{number}") is not None,
         )
         for number in range(rng.randint(1, 3))
     )
@@ -137,6 +138,8 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
     world = worlds.plan()
     most = [(driver.groups * driver.samples, driver.groups * driver.samples * driver.max_tokens) for driver in drivers]
     size = replace(size, quotas=world.bounds(*map(max, *most, MOST_OF_GUESTS)))
+    if world.faults:
+        size = replace(size, contexts=True)
     if worlds.chosen("scarce") is not None:
         size = replace(size, kv_capacity_blocks=SCARCE_BLOCKS)
     return RunPlan(

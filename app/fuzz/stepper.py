@@ -61,6 +61,7 @@ class SimulatedStepper:
         self._mean_tokens, self._step_tokens = self._pace = mean_tokens, step_tokens
         self._version, self._source = 0, ""
         self._take(disk.read("start"))
+        self.had = {(0, self._digest)}  # weights by version and digest
         self._pool = pool
         self.adapters = SimulatedAdapters(disk)
         self._running: dict[str, RunningChunk] = {}
@@ -84,9 +85,7 @@ class SimulatedStepper:
         self.broken = self.hiccup = False  # every step raises; the next one does
         self.longest_wait_steps = 0  # of a chunk, for the search of a culprit
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._running or self._ended)
+    busy = property(lambda self: bool(self._running or self._ended))
 
     @property
     def sample_keys(self) -> list[int]:
@@ -244,6 +243,7 @@ class SimulatedStepper:
             raise ValueError(f"weights folder {source}: holds {content}, not {digest}")
         self._take(content)
         self._version, self._source = version, source
+        self.had.add((version, self._digest))
         self._asleep = tuple(tag for tag in self._asleep if tag != WEIGHTS)
 
     def fall_asleep(self) -> None:

@@ -6,10 +6,14 @@ Invariant: each world is drawn from a stream of its own, so that no other choice
 from dataclasses import dataclass
 from random import Random
 
-WORLDS = {"quotas": 0.25, "grown": 0.3, "scarce": 0.2, "early": 0.15, "turns": 0.15}
-"""Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run).
+from tailrace.app.fuzz.faults import Fault
+
+WORLDS = {"quotas": 0.25, "grown": 0.3, "scarce": 0.2, "early": 0.15, "turns": 0.15, "overtaking": 0.4, "crossing": 0.1}
+"""Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run) and
+`overtaking` (two updates of the weights at about the same time, of a driver that gives such).
 `scarce`: each replica has KV for a few samples, so that others wait. `early`: a driver whose samples
-end early. `turns`: one whose samples have turns that come late, twice or too early."""
+end early. `turns`: one whose samples have turns that come late, twice or too early.
+`crossing`: two changes of the number of context shards at one instant."""
 
 SCARCE_BLOCKS = 26
 """Of KV on a replica: for the longest sample and its chunk."""
@@ -17,6 +21,8 @@ SCARCE_BLOCKS = 26
 GUESTS = "early", "turns"
 MOST_OF_GUESTS = 4, 800
 """Samples and tokens that a guest asks for at once, at most."""
+
+UNTIL_S = 50.0
 
 CALM_SHARE = 0.5
 """Of the runs with a guest."""
@@ -33,6 +39,7 @@ class WorldPlan:
     quotas: tuple[float | None, float | None] | None = None
     guests: tuple[str, ...] = ()
     is_calm: bool = False
+    faults: tuple[Fault, ...] = ()
 
     def bounds(self, samples: int, tokens: int) -> dict[str, int]:
         """The quotas in force. `samples`, `tokens`: of the largest batch."""
@@ -62,8 +69,19 @@ class Worlds:
         return WorldPlan(
             quotas=quotas and (quotas.choice((*ROOM, None)), quotas.choice((*ROOM, None))),
             guests=tuple(present),
+            faults=self._crossing(),
             is_calm=any(rng.random() < CALM_SHARE for rng in present.values()),
         )
+
+    def _crossing(self) -> tuple[Fault, ...]:
+        """Pairs of changes at one instant."""
+        rng, faults = self.chosen("crossing"), []
+        for _ in range(rng.randint(1, 4) if rng is not None else 0):
+            at_s = round(rng.uniform(0.5, UNTIL_S), 2)
+            faults += [Fault(at_s, "shards", 0, 0.0, rng.randrange(100)) for _ in range(2)]
+            if rng.random() < 0.3:
+                faults.append(Fault(at_s, "shard_dies", rng.randrange(100), 0.0, 0))
+        return tuple(sorted(faults))
 
 
 PLAIN = WorldPlan()

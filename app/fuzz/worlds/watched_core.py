@@ -43,18 +43,16 @@ class WatchedCore(RolloutCore):
         """`tokens`: KV of running chunks by batch, before the decision."""
         free = {name: sample for name, sample in able.items() if sample.home is None} if self._is_fair else {}
         for start in started:
-            sample = free.pop(start.sample_id, None)
-            if sample is None:
-                continue
-            turn = _turn(sample.group.batch, tokens)
-            for other in free.values():
-                if _steps(other) <= _steps(sample) and _turn(other.group.batch, tokens) < turn:
-                    about = f"{start.sample_id} began, of turn {turn}"
-                    self._defects.append(
-                        f"{about}, while {other.sample_id} waited, of {_turn(other.group.batch, tokens)}"
-                    )
-                    return
-            tokens[sample.group.batch] += sample.need_tokens
+            sample = self.sample(start.sample_id)
+            if free.pop(start.sample_id, None) is not None:
+                turn = _turn(sample.group.batch, tokens)
+                for other in free.values():
+                    if _steps(other) <= _steps(sample) and (first := _turn(other.group.batch, tokens)) < turn:
+                        about = f"{start.sample_id} began, of turn {turn}, while {other.sample_id} waited"
+                        self._defects.append(f"{about}, of {first}")
+                        return
+            if sample.group.batch in tokens:
+                tokens[sample.group.batch] += sample.need_tokens
 
     def _check_left(self, able: dict[str, Sample]) -> None:
         """Those that still wait have no room."""

@@ -1,9 +1,12 @@
 """The simulation's worlds: each of them finds the defect that it is for."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import RolloutRejected
 from tailrace.app.fuzz.campaign import outcome_of
 from tailrace.app.fuzz.run import plan_of
 from tailrace.app.fuzz.worlds.plan import WORLDS
@@ -11,6 +14,8 @@ from tailrace.deployments.batches import quotas
 from tailrace.deployments.batches.deliveries import Deliveries
 from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, WeightsLoaded
+from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.fairness import FairShares
 
@@ -80,3 +85,42 @@ def test_a_world_changes_no_other_choice_of_a_seed():
         plain, quotas_too = plan_of(seed, ("kill", "hasty")), plan_of(seed, ("kill", "hasty", "quotas"))
         assert (plain.drivers, plain.faults, plain.odd) == (quotas_too.drivers, quotas_too.faults, quotas_too.odd)
     assert Quotas(**plan_of(3, ("quotas",)).worlds.bounds(8, 800)).max_samples in (None, 8, 10, 16)
+
+
+class LateAnswers:
+    """A service that answers each update once its event is set, and keeps the batch that it gets."""
+
+    def __init__(self):
+        self.events: dict[int, asyncio.Event] = {}
+        self.batch = None
+        self.update_weights = SimpleNamespace(remote=self._update)
+        self.rollout = SimpleNamespace(remote=self._rollout)
+
+    def options(self, stream: bool):
+        return self
+
+    async def _update(self, role, version, source, digest):
+        await self.events.setdefault(version, asyncio.Event()).wait()
+        return WeightsLoaded(version=version, digest="d", replicas=())
+
+    def _rollout(self, role, batch, driver, have):
+        self.batch = batch
+        raise RolloutRejected("it has been kept")
+
+
+def test_an_earlier_update_that_is_answered_later_does_not_lower_the_bound_of_batches():
+    async def story():
+        service = LateAnswers()
+        beats = SimpleNamespace(stop=lambda: None)
+        client = RolloutClient(telemetry=Telemetry("test"), handle=service, heartbeat=lambda beat: beats)
+        updates = [asyncio.ensure_future(client.update_weights(version, f"w{version}")) for version in (1, 2)]
+        await asyncio.sleep(0)
+        for version in (2, 1):
+            service.events[version].set()
+            await updates[version - 1]
+        group = PromptGroup(prompt_id="p", token_ids=(1,))
+        with pytest.raises(RolloutRejected, match="kept"):
+            await anext(client.rollout(RolloutBatch(batch_id="b", groups=(group,))))
+        assert service.batch.min_weights_version == 2
+
+    asyncio.run(story())
