@@ -21,12 +21,12 @@ from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
 from tailrace.app.fuzz.worlds.quota_account import AccountedDoor, QuotaAccount
 from tailrace.app.fuzz.worlds.watched_core import WatchedCore
+from tailrace.app.fuzz.worlds.watched_pool import WatchedPool
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.coordinator.engine_client import EngineClient
-from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.telemetry import Telemetry
@@ -82,7 +82,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
     def __init__(
         self,
         engines: EngineClient,
-        pool: ActorHandle | None,
+        pool: WatchedPool | None,
         shards: SimulatedShards | None,
         telemetry: Telemetry,
         token_log: TokenLog,
@@ -95,7 +95,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
             engines=engines,
             prompts=SimulatedPrompts(),
             telemetry=telemetry,
-            kv_pool_manager=KvPoolManager(pool) if pool is not None else None,
+            kv_pool_manager=pool,
             context=ContextService(shards, shards.config) if shards is not None else None,
             token_log=token_log,
         )
@@ -125,7 +125,7 @@ class SimulatedCluster:
         self._made = 0
         self._engines = EngineHandle(self.replicas, Random(rng.random()))
         self.lines = SimulatedLines(Random(rng.random()))
-        self.master = self.shards = None
+        self.master = self.shards = self.pool = None
         if size.pooled:
             self.master_process = Process("master")
             self.master = SimulatedMaster()
@@ -172,7 +172,7 @@ class SimulatedCluster:
             mean_tokens=self.size.mean_tokens,
             step_tokens=self.size.step_tokens,
             kv_capacity_blocks=self.size.kv_capacity_blocks,
-            pool=self.master.keys if self.master else None,
+            pool=self.master,
             now=self._now,
             culprits=self.culprits,
         )
@@ -229,7 +229,10 @@ class SimulatedCluster:
     async def start_one(self, process: Process) -> SimulatedCoordinator:
         """A coordinator in a process, over all replicas."""
         self.coordinators += 1
-        pool = ActorHandle(self.master_process, self.master, Random(self._rng.random())) if self.master else None
+        pool = None
+        if self.master:
+            handle = ActorHandle(self.master_process, self.master, Random(self._rng.random()))
+            pool = self.pool = WatchedPool(handle, self.master.written, self.defects)
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
         nonce = f"{self.coordinators}."
         self.engine_client = engines = EngineClient(

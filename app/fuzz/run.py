@@ -235,7 +235,7 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
             await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
             late_s = max((replica.late_until_s for replica in cluster.replicas.values()), default=0.0) - now()
             await asyncio.sleep(late_s + LATE_S if late_s > -LATE_S else 0.0)
-            left_over = _left_over(cluster) or (await cluster.shards.left_over() if cluster.shards else None)
+            left_over = _left_over(cluster, calm) or (await cluster.shards.left_over() if cluster.shards else None)
             return _problem(cluster, running) or left_over
     late = [one.name for one in (*drivers, *visitors) if not one.ended]
     return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
@@ -257,7 +257,7 @@ def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
     return next(iter(cluster.defects), None)
 
 
-def _left_over(cluster: SimulatedCluster) -> str | None:
+def _left_over(cluster: SimulatedCluster, calm: bool) -> str | None:
     """Entries that are still in the books, a while after the last batch and the last fault."""
     if cluster.coordinator is None:
         return None
@@ -266,8 +266,8 @@ def _left_over(cluster: SimulatedCluster) -> str | None:
         return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
     if cluster.master and cluster.coordinator.rollouts.status().pool.status is None:
         return "the pool answers, and the coordinator has no status of it"
-    if cluster.master and cluster.master.keys:
-        return f"left over in the pool: {len(cluster.master.keys)} keys"
+    if cluster.pool and (cluster.master.keys or (calm and cluster.pool.swept)):
+        return f"left over in the pool: {len(cluster.master.keys)} keys, and {cluster.pool.swept} were swept"
     for replica in cluster.replicas.values():
         if replica.stepper.busy and replica.hung_until_s < 1e8:
             return f"replica {replica.name} still runs {list(replica.loop.stats().running)}"

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from tailrace.app.fuzz.actors import SimulatedMaster
 from tailrace.app.fuzz.chunks import (
     BLOCK_TOKENS,
     EOS,
@@ -52,17 +53,16 @@ class SimulatedStepper:
         mean_tokens: int,
         step_tokens: int,
         kv_capacity_blocks: int,
-        pool: dict[str, str] | None,
+        pool: SimulatedMaster | None,
         now: Callable[[], float],
         culprits: Culprits,
     ):
-        """`pool`: the KV pool's keys, each with the content of the weights that wrote it; None without a pool."""
         self.disk, self._now, self._culprits = disk, now, culprits
         self._mean_tokens, self._step_tokens = self._pace = mean_tokens, step_tokens
         self._version, self._source = 0, ""
         self._take(disk.read("start"))
         self.had = {(0, self._digest)}  # weights by version and digest
-        self._pool = pool
+        self._pool, self._written = (pool.keys, pool.written) if pool is not None else (None, set())
         self.adapters = SimulatedAdapters(disk)
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
@@ -202,8 +202,7 @@ class SimulatedStepper:
         context = np.concatenate([chunk.token_ids, tokens])
         self._blocks.keep(block_names(chunk, context[:-1]))
         saved = self._save(chunk, context, end)
-        computed_tokens = len(chunk.token_ids) - running.cached_tokens
-        self._made += len(tokens)
+        self._made, computed_tokens = self._made + len(tokens), len(chunk.token_ids) - running.cached_tokens
         self._kv_counts.update({"local_tokens": running.cached_tokens, "recomputed_tokens.miss": computed_tokens})
         result = ChunkResult(
             chunk_id=chunk_id,
@@ -231,6 +230,7 @@ class SimulatedStepper:
         if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
             return []
         names = block_names(chunk, context)
+        self._written.update(names)
         for name in names:
             self._pool.setdefault(pool_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
         return names
