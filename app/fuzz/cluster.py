@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 
 from tailrace.app.fuzz.actors import SimulatedMaster
+from tailrace.app.fuzz.chunks import VOCABULARY
 from tailrace.app.fuzz.disk import Disk, digest_of
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.app.fuzz.lines import SimulatedLines
@@ -17,7 +18,7 @@ from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.odd.culprits import MAX_WAIT_STEPS, Culprits
 from tailrace.app.fuzz.replica import ILLEGAL_ACCESS, SimulatedReplica
 from tailrace.app.fuzz.shards import SimulatedShards, config_of
-from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
+from tailrace.app.fuzz.stepper import SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
 from tailrace.app.fuzz.worlds.quota_account import AccountedDoor, QuotaAccount
 from tailrace.app.fuzz.worlds.watched_core import WatchedCore
@@ -55,6 +56,8 @@ class Size:
     policies: dict
     window_bytes: int = WINDOW_BYTES
     quotas: dict = field(default_factory=dict)
+    methods: tuple[str, ...] = ()  # of drafts, that replicas offer
+    draft_tokens: int = 0
 
 
 class Numbers:
@@ -176,7 +179,9 @@ class SimulatedCluster:
             now=self._now,
             culprits=self.culprits,
         )
-        about = name, stepper, self.size.step_s, self.telemetry, self._now()
+        stepper.offer(self.size.methods, self.size.draft_tokens)
+        step_s = self.size.step_s * (Random(name).uniform(0.5, 2.0) if self.size.methods else 1.0)
+        about = name, stepper, step_s, self.telemetry, self._now()
         self.replicas[name] = SimulatedReplica(*about, self.lines.dial, self.deadly)
 
     def kill(self, name: str) -> None:

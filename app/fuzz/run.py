@@ -22,7 +22,7 @@ from tailrace.app.fuzz.odd.plan import PLAIN, Oddities, OddPlan
 from tailrace.app.fuzz.odd.policies import Trouble, oddly
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.app.fuzz.worlds.guests import guests
-from tailrace.app.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds
+from tailrace.app.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, racing
 from tailrace.app.fuzz.worlds.plan import PLAIN as NO_WORLD
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.staging.slots import SHARED_MEMORY
@@ -138,6 +138,8 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
     world = worlds.plan()
     most = [(driver.groups * driver.samples, driver.groups * driver.samples * driver.max_tokens) for driver in drivers]
     size = replace(size, quotas=world.bounds(*map(max, *most, MOST_OF_GUESTS)))
+    if (races := worlds.chosen("races")) is not None:
+        size = replace(size, **racing(races, size.policies))
     if world.faults:
         size = replace(size, contexts=True)
     if worlds.chosen("scarce") is not None:
@@ -215,7 +217,7 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
 
     for number in range(len(drivers)):
         start(number)
-    calm = not (plan.all_faults or plan.odd.raising or plan.odd.company)
+    calm = not (plan.all_faults or plan.odd.raising or plan.odd.company or plan.size.methods)
     visitors = guests(plan.seed, plan.worlds, cluster, ledger, calm)
     for number, guest in enumerate(visitors, len(drivers)):
         process = Process(f"guest-{guest.name}")
@@ -235,7 +237,8 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
             await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
             late_s = max((replica.late_until_s for replica in cluster.replicas.values()), default=0.0) - now()
             await asyncio.sleep(late_s + LATE_S if late_s > -LATE_S else 0.0)
-            left_over = _left_over(cluster, calm) or (await cluster.shards.left_over() if cluster.shards else None)
+            left_over = cluster.coordinator and _left_over(cluster, not plan.all_faults)
+            left_over = left_over or (await cluster.shards.left_over() if cluster.shards else None)
             return _problem(cluster, running) or left_over
     late = [one.name for one in (*drivers, *visitors) if not one.ended]
     return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
@@ -259,19 +262,26 @@ def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
 
 def _left_over(cluster: SimulatedCluster, calm: bool) -> str | None:
     """Entries that are still in the books, a while after the last batch and the last fault."""
-    if cluster.coordinator is None:
-        return None
     books = cluster.coordinator.rollouts.books()
     if any(books.values()):
         return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
     if cluster.master and cluster.coordinator.rollouts.status().pool.status is None:
         return "the pool answers, and the coordinator has no status of it"
-    if cluster.pool and (cluster.master.keys or (calm and cluster.pool.swept)):
+    if calm and (crowded := _crowded(cluster)):
+        return crowded
+    if cluster.pool and (cluster.master.keys or (calm and cluster.pool.swept and not cluster.size.methods)):
         return f"left over in the pool: {len(cluster.master.keys)} keys, and {cluster.pool.swept} were swept"
     for replica in cluster.replicas.values():
         if replica.stepper.busy and replica.hung_until_s < 1e8:
             return f"replica {replica.name} still runs {list(replica.loop.stats().running)}"
     return None
+
+
+def _crowded(cluster: SimulatedCluster) -> str | None:
+    """A replica that has had more to run than its KV holds, which no run without faults may show (law 5)."""
+    most = {one.name: one.stepper.most_blocks for one in cluster.replicas.values()}
+    bound = cluster.size.kv_capacity_blocks
+    return next((f"{name} has had chunks of {n} blocks, of {bound}" for name, n in most.items() if n > bound), None)
 
 
 def _state(cluster: SimulatedCluster) -> str:

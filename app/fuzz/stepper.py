@@ -14,13 +14,12 @@ from tailrace.app.fuzz.chunks import (
     BLOCK_TOKENS,
     EOS,
     KEY_PREFIX,
-    VOCABULARY,
     Blocks,
     RunningChunk,
     block_names,
-    logprob_of,
     pool_key,
-    prompt_logprobs,
+    reserved_blocks,
+    result_of,
     token_at,
 )
 from tailrace.app.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
@@ -78,6 +77,7 @@ class SimulatedStepper:
             "max_model_len": 512,
             "draft_tokens": 0,
         }
+        self.most_blocks = 0  # that running chunks have reserved at once
         self._asleep: tuple[str, ...] = ()
         self.refuses = ""  # why chunks are refused; a fault sets it
         self._swallowed: set[str] = set()  # chunks that run and make no token
@@ -111,6 +111,13 @@ class SimulatedStepper:
         about = chunk, self._content_of(chunk), self._cached_tokens(chunk), self._culprits.raises_at(key)
         self._running[chunk.chunk_id] = RunningChunk(*about)
         self._suspects.join(chunk.chunk_id)
+        self.most_blocks = max(
+            self.most_blocks, reserved_blocks(self._running.values(), self._constant["draft_tokens"])
+        )
+
+    def offer(self, methods: tuple[str, ...], draft_tokens: int) -> None:
+        """Offer these draft methods, the default first, with look-ahead of `draft_tokens`."""
+        self._constant |= {"methods": methods, "draft_tokens": draft_tokens}
 
     def _content_of(self, chunk: ChunkRequest) -> str:
         """The content of weights and adapter, unless KV from the pool, of the same version, was written by another."""
@@ -204,23 +211,7 @@ class SimulatedStepper:
         saved = self._save(chunk, context, end)
         self._made, computed_tokens = self._made + len(tokens), len(chunk.token_ids) - running.cached_tokens
         self._kv_counts.update({"local_tokens": running.cached_tokens, "recomputed_tokens.miss": computed_tokens})
-        result = ChunkResult(
-            chunk_id=chunk_id,
-            token_ids=tokens,
-            logprobs=logprob_of(tokens).astype(np.float32),
-            raw_logprobs=2 * logprob_of(tokens).astype(np.float32),
-            end=end,
-            weights_version=self._version,
-            queue_s=0.0,
-            prefill_s=0.0,
-            decode_s=0.0,
-            cached_tokens=running.cached_tokens,
-            computed_tokens=computed_tokens,
-            stored_tokens=BLOCK_TOKENS * len(saved),
-            kv_names=b"".join(saved),
-            sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
-            prompt_logprobs=prompt_logprobs(chunk) if chunk.scores_prompt else None,
-        )
+        result = result_of(running, tokens, end, self._version, saved)
         self._ended.append((chunk_id, result))
 
     def _save(self, chunk: ChunkRequest, context: np.ndarray, end: ChunkEnd) -> list[bytes]:

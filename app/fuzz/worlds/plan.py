@@ -8,12 +8,22 @@ from random import Random
 
 from tailrace.app.fuzz.faults import Fault
 
-WORLDS = {"quotas": 0.25, "grown": 0.3, "scarce": 0.2, "early": 0.15, "turns": 0.15, "overtaking": 0.4, "crossing": 0.1}
+WORLDS = {
+    "quotas": 0.25,
+    "grown": 0.3,
+    "scarce": 0.2,
+    "early": 0.15,
+    "turns": 0.15,
+    "overtaking": 0.4,
+    "crossing": 0.1,
+    "races": 0.15,
+}
 """Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run) and
 `overtaking` (two updates of the weights at about the same time, of a driver that gives such).
 `scarce`: each replica has KV for a few samples, so that others wait. `early`: a driver whose samples
 end early. `turns`: one whose samples have turns that come late, twice or too early.
-`crossing`: two changes of the number of context shards at one instant."""
+`crossing`: two changes of the number of context shards at one instant. `races`: copies of chunks, by
+other draft methods, on replicas of other speeds."""
 
 SCARCE_BLOCKS = 26
 """Of KV on a replica: for the longest sample and its chunk."""
@@ -82,6 +92,13 @@ class Worlds:
             if rng.random() < 0.3:
                 faults.append(Fault(at_s, "shard_dies", rng.randrange(100), 0.0, 0))
         return tuple(sorted(faults))
+
+
+def racing(rng: Random, policies: dict) -> dict:
+    """Changes of a cluster's size by which its chunks race."""
+    policy = {"type": "fastest_of_n", "room": rng.randint(1, 8)}
+    methods = tuple(rng.sample(("group", "model", "ngram"), rng.randint(2, 3)))
+    return {"policies": policies | {"racing": policy}, "methods": methods, "draft_tokens": rng.choice((0, 4, 12))}
 
 
 PLAIN = WorldPlan()

@@ -6,8 +6,8 @@ import pytest
 from virtual_cluster import play, play_gateway, under_way
 
 from tailrace.app.calls.refused import AdapterRejected, UnknownAdapter
+from tailrace.app.fuzz.chunks import token_at
 from tailrace.app.fuzz.disk import adapted, digest_of
-from tailrace.app.fuzz.stepper import token_at
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch

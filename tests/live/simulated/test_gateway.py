@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play as play_on
 from virtual_cluster import play_gateway
 
+from tailrace.app.fuzz.chunks import EOS, VOCABULARY
 from tailrace.app.fuzz.cluster import SimulatedPrompts
 from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.stepper import EOS, VOCABULARY
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
