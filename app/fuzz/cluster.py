@@ -122,6 +122,7 @@ class SimulatedCluster:
         self.replicas: dict[str, SimulatedReplica] = {}
         self.gone: list[SimulatedReplica] = []  # killed, or stopped, but for those that a deadly sample has ended
         self.culprits = culprits or Culprits()
+        self.culprits.offers = max(1, len(size.methods))
         self.deadly: set[int] = set()  # keys of samples that end each engine that runs them
         self.wanted = size.replicas
         self._booting = 0

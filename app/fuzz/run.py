@@ -140,7 +140,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
     size = replace(size, quotas=world.bounds(*map(max, *most, MOST_OF_GUESTS)))
     if (races := worlds.chosen("races")) is not None:
         size = replace(size, **racing(races, size.policies))
-    if world.faults:
+    if world.faults or "rewards" in world.guests:
         size = replace(size, contexts=True)
     if worlds.chosen("scarce") is not None:
         size = replace(size, kv_capacity_blocks=SCARCE_BLOCKS)

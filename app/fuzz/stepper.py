@@ -164,9 +164,9 @@ class SimulatedStepper:
         """The chunks of this step, while others wait for the search of a culprit."""
         names = self._suspects.running()
         for chunk_id, running in self._running.items():
-            running.waited_steps = 0 if chunk_id in names else running.waited_steps + 1
-            wait_steps = 0 if self._swallowed else running.waited_steps  # a chunk on trial that hangs holds all others
-            self.longest_wait_steps = max(self.longest_wait_steps, wait_steps)
+            waits = not (chunk_id in names or self._swallowed)  # a chunk on trial that hangs holds all others
+            running.waited_steps = running.waited_steps + 1 if waits else 0
+            self.longest_wait_steps = max(self.longest_wait_steps, running.waited_steps)
         return names
 
     def _raises(self, going: dict[str, RunningChunk]) -> bool:

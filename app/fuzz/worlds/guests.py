@@ -8,6 +8,7 @@ from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.worlds.early_ends import EarlyEnds
 from tailrace.app.fuzz.worlds.odd_turns import OddTurns
 from tailrace.app.fuzz.worlds.plan import WorldPlan
+from tailrace.app.fuzz.worlds.slow_rewards import SlowRewards
 
 
 class Guest(Protocol):
@@ -19,5 +20,5 @@ class Guest(Protocol):
 
 def guests(seed: int, worlds: WorldPlan, cluster: SimulatedCluster, ledger: Ledger, calm: bool) -> list[Guest]:
     """`calm`: whether nothing in the run delays an engine's answers."""
-    kinds = {"early": EarlyEnds, "turns": OddTurns}
+    kinds = {"early": EarlyEnds, "turns": OddTurns, "rewards": SlowRewards}
     return [kinds[kind](cluster, ledger, rng=Random(f"{seed}:{kind}:asks"), calm=calm) for kind in worlds.guests]

@@ -17,18 +17,19 @@ WORLDS = {
     "overtaking": 0.4,
     "crossing": 0.1,
     "races": 0.15,
+    "rewards": 0.15,
 }
-"""Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run) and
-`overtaking` (two updates of the weights at about the same time, of a driver that gives such).
-`scarce`: each replica has KV for a few samples, so that others wait. `early`: a driver whose samples
-end early. `turns`: one whose samples have turns that come late, twice or too early.
-`crossing`: two changes of the number of context shards at one instant. `races`: copies of chunks, by
-other draft methods, on replicas of other speeds."""
+"""Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run) and `overtaking` (two
+updates of the weights at about the same time, of a driver that gives such). `scarce`: each replica has KV for a few
+samples, so that others wait. `early`: a driver whose samples end early. `turns`: one whose samples have turns that come
+late, twice or too early. `crossing`: two changes of the number of context shards at one instant. `races`: copies of
+chunks, by other draft methods, on replicas of other speeds. `rewards`: a driver whose rewards take
+seconds."""
 
 SCARCE_BLOCKS = 26
 """Of KV on a replica: for the longest sample and its chunk."""
 
-GUESTS = "early", "turns"
+GUESTS = "early", "turns", "rewards"
 MOST_OF_GUESTS = 4, 800
 """Samples and tokens that a guest asks for at once, at most."""
 

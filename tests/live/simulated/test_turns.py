@@ -12,6 +12,7 @@ from tailrace.app.fuzz.stepper import BLOCK_TOKENS, EOS
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import SampleEnd
 
 TURNS = 4
 TOOL = tuple(range(901, 908))
@@ -191,5 +192,22 @@ def test_bad_turns_are_refused_before_they_are_sent(play, request_of, reason):  
         async with client.open() as session:
             with pytest.raises(ValueError, match=reason):
                 session.submit(PROMPT, **request_of)
+
+    play(story)
+
+
+def test_the_end_of_a_held_sample_does_not_cut_a_turn_that_comes_at_the_same_instant(play):  # noqa: F811
+    """A request with another prompt ends the held sample; one that would have continued it is made anew, and whole."""
+
+    async def story(cluster, client):
+        session = client.open("s", seed=7)
+        name = {"group": "g", "index": 0, "max_tokens": 40}
+        first = await session.generate(PROMPT, **name, hold_s=30.0)
+        context = (*first.prompt_token_ids, *first.sample.token_ids)
+        other = asyncio.ensure_future(session.generate((*PROMPT, 5), **name, turn=2))
+        answer = await asyncio.ensure_future(session.generate(context, **name, turn=1))
+        assert answer.sample.finish_reason is not SampleEnd.CANCELLED and answer.sample.token_ids
+        assert (await other).sample.finish_reason is not SampleEnd.CANCELLED
+        await session.close()
 
     play(story)
