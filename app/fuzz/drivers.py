@@ -125,20 +125,21 @@ class SimulatedDriver:
         self.name = plan.name
         self.done = 0
         self.ended = False
+        self._floor = 0  # weights version of its client's last update
         self._checks = ResultChecks(cluster, ledger)
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        client, floor = driver_client(self._cluster), 0
+        client, self._floor = driver_client(self._cluster), 0
         while self.done < self.plan.steps or self._now() < self.plan.until_s:
             batch = self.plan.batch(self.done)
             if self.plan.adapted:
                 await self._load_adapter(client)
             groups = await self._rolled(client, batch)
             for group in batch.groups:
-                self._checks.check(batch, group, groups[group.prompt_id], floor)
+                self._checks.check(batch, group, groups[group.prompt_id], self._floor)
             if self.plan.updates:
-                floor = await self._updated(client)
+                self._floor = await self._updated(client)
             self.done += 1
             await asyncio.sleep(self.plan.pause_s)
         self.ended = True
@@ -234,7 +235,8 @@ class SimulatedDriver:
         for _ in range(len(batch.groups)):
             self._again(batch)
         rng = Random(f"{batch.seed}:{batch.batch_id}:grown:{self._now()}")
-        groups = await GrownBatch(self._cluster, batch, rng).groups()
+        sent = batch.model_copy(update={"min_weights_version": self._floor})
+        groups = await GrownBatch(self._cluster, sent, rng).groups()
         self._cluster.log_disk.begin(batch.batch_id)  # its streams are closed
         return groups
 
