@@ -354,3 +354,30 @@ def test_nobody_races_unless_told_to():
     core.observe(ev.ReplicaJoined(0.0, "r1", 16, 100, 4, 0, 0))
     core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, 1, 200),)))
     assert len(starts(core.decide(ev.Tick(0.0)))) == 1
+
+
+def test_a_copy_that_follows_a_lost_one_has_another_name():
+    """A late answer of the lost one would be taken for its own."""
+    core, before = core_of(samples=1)
+    copy_id = next(name for name, start in before.items() if start.copy_of is not None)
+    core.observe(ev.ChunkFailed(1.5, copy_id, "its replica is gone"))
+    after = starts(core.decide(ev.Tick(2.5)))
+    again = next(start for start in after.values() if start.method == before[copy_id].method)
+    assert again.chunk_id != copy_id and not core.is_running(copy_id)
+
+
+@pytest.mark.parametrize("which", ["original", "copy"])
+def test_a_sample_that_no_replica_can_run_ends_at_the_first_refusal(which):
+    core, first = core_of(samples=1)
+    (original,) = (name for name, start in first.items() if start.copy_of is None)
+    copies = [name for name, start in (first | starts(core.decide(ev.Tick(1.0)))).items() if start.copy_of is not None]
+    assert copies
+    refused = original if which == "original" else copies[0]
+    core.observe(ev.ChunkFailed(2.0, refused, "too hot", of_sample=True))
+    actions = core.decide(ev.Tick(2.5))
+    assert [(one.end, one.error) for one in actions if isinstance(one, EndSample)] == [(SampleEnd.FAILED, "too hot")]
+    assert stops(actions) == {original, *copies} - {refused} and not starts(actions)
+    for other in sorted({original, *copies} - {refused}):
+        core.observe(ev.ChunkFailed(3.0, other, "too hot", of_sample=True))
+    assert not any(isinstance(one, EndSample) for one in core.decide(ev.Tick(3.5)))
+    assert not any(core.counts().values())

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tailrace.deployments.batches.deliveries import Deliveries
-from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.batches.quotas import BatchLoad, Quotas
 from tailrace.deployments.messages.delivery import result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
@@ -280,5 +280,19 @@ def test_quotas_refuse_at_the_door_and_name_the_batch_to_wait_for():
         assert "when the driver of batch 'b' has read its groups" in (await refusal(1, 1)).reason
         await stream.aclose()
         assert desk.submitted == [["p"]] and len(desk.deliveries) == 0
+
+    run(scenario)
+
+
+def test_a_session_with_the_name_of_a_batch_does_not_hide_its_load():
+    async def scenario(desk: Desk):
+        desk.deliveries.quotas = Quotas(max_samples=10)
+        desk.deliveries.session_loads = lambda: {"b": BatchLoad(1, 4)}
+        reading = asyncio.ensure_future(anext(desk.read(batch("p"))))  # 8 samples
+        await settled()
+        one = desk.deliveries.quota_refusal("a sample", BatchLoad(1, 4), BatchLoad(1, 4))
+        two = desk.deliveries.quota_refusal("two samples", BatchLoad(2, 8), BatchLoad(2, 8))
+        assert one is None and "those in flight have 9" in two.reason
+        reading.cancel()
 
     run(scenario)

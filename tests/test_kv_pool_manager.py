@@ -98,6 +98,23 @@ def played(master, play) -> None:
     asyncio.run(story())
 
 
+def test_a_release_before_the_first_report_is_done_once_the_prefix_is_known():
+    async def story():
+        master = Recording()
+        manager = KvPoolManager(master)
+        manager.release(batch_of(PROMPT, (1, 2, 3)), release(None))
+        manager.learn([])
+        assert not manager._todo
+        manager.learn([report("r", 0)])
+        manager.learn([report("r", 0)])
+        working = asyncio.ensure_future(manager.work())
+        await asyncio.sleep(0.01)
+        working.cancel()
+        return master.calls
+
+    assert asyncio.run(story()) == [("release", [1, 2, 3])]
+
+
 def batch_of(prompt: np.ndarray, *samples: tuple[int, ...]) -> SimpleNamespace:
     """A batch of one group, whose samples have blocks of these numbers."""
     found = [SimpleNamespace(kv_names=b"".join(map(name, numbers))) for numbers in samples]

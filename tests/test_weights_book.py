@@ -171,6 +171,21 @@ def test_an_unread_update_that_turns_out_bad_is_withdrawn():
     run(scenario)
 
 
+def test_a_bad_unread_update_gives_way_to_the_unread_one_before_it():
+    """A batch that was taken under that one must not run under older weights."""
+
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        weights.observe([])
+        assert await weights.want(1, "w1") is None and await weights.want(2, "nowhere") is None
+        engines.held["b"] = 0, "start"
+        await settle(weights, engines)
+        await settle(weights, engines, now=1e9)
+        assert (weights.version, weights.digest, engines.held["b"]) == (1, "one", (1, "one"))
+
+    run(scenario)
+
+
 def test_a_new_coordinator_adopts_the_weights_that_it_finds():
     async def scenario(weights, engines):
         engines.folders["w7"] = "seven"

@@ -181,7 +181,8 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         answer = await self._ask("update_weights", version, source, digest)
         if isinstance(answer, Rejected):
             raise WeightsRejected(answer.reason)
-        self._weights = version, source, answer.digest
+        if self._weights is None or version >= self._weights[0]:  # else a later update was answered before this one
+            self._weights = version, source, answer.digest
         return answer
 
     update_weights_blocking = blocking(update_weights)

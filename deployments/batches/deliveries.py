@@ -233,7 +233,9 @@ class Deliveries:
         if (never := self.quotas.size_refusal(subject, whole)) is not None:
             return never
         here = {name: one.load() for name, one in self._open.items() if name != besides}
-        return self.quotas.refusal(subject, load, here | self.session_loads())
+        for name, one in self.session_loads().items():
+            here[name] = here[name] + one if name in here else one  # a session may have the name of a batch
+        return self.quotas.refusal(subject, load, here)
 
     def held_bytes(self) -> dict[str, int]:
         """Returns the bytes of finished groups that drivers have not received, by batch id; no entry for 0."""

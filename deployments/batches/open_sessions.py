@@ -213,8 +213,11 @@ class OpenSessions:
         return None
 
     def _end_held(self, batch: OpenBatch, name: str | None = None, index: int | None = None) -> None:
-        """Ends samples between two turns; only those of one group or one index, if given."""
+        """Ends samples between two turns; only those of one group or one index, if given. No request continues them
+        meanwhile: the end would be that of its turn.
+        """
         for sample_id in batch.held.of(name, index):
+            batch.held.drop(sample_id, batch.samples[sample_id])
             self._loop.tell(ev.SampleCancelled(self._loop.now(), sample_id))
 
     def _taken(self, asked: AskedSample, sample_id: str, record: SampleRecord) -> None:

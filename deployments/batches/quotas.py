@@ -18,6 +18,10 @@ class BatchLoad(NamedTuple):
     tokens: int
     result_bytes: int = 0
 
+    def __add__(self, other: "BatchLoad") -> "BatchLoad":
+        """The sum of both, not the longer tuple."""
+        return BatchLoad(*map(sum, zip(self, other, strict=True)))
+
     @classmethod
     def of(cls, groups: tuple[PromptGroup, ...], result_bytes: int = 0) -> "BatchLoad":
         """Returns the load of these groups. `tokens` is the sum of max_tokens over all samples."""

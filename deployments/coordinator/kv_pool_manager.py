@@ -38,6 +38,9 @@ MAX_TODO_KEYS = 2_000_000
 Blocks of further operations are evicted by the pool, or swept.
 """
 
+MAX_EARLY = 4096
+"""Operations kept until the first report, which comes within a poll."""
+
 MAX_NODES = 4096
 """Maximum number of nodes whose store process is remembered. A loss on a node that was forgotten and comes back shows
 as misses.
@@ -54,6 +57,7 @@ class KvPoolManager:
         self._todo_keys = 0
         self._wake = asyncio.Event()
         self._prefixes: tuple[str, ...] = ()
+        self._early: deque[tuple] = deque(maxlen=MAX_EARLY)  # operations on blocks before any prefix was known
         self._block_tokens = self._token_bytes = 0
         self._status: PoolStatus | None = None
         self._processes: dict[str, int | None] = {}  # pids: a new process does not have the old one's blocks
@@ -76,6 +80,8 @@ class KvPoolManager:
             self._prefixes, self._token_bytes = report.key_prefixes, report.token_bytes
             self._block_tokens = report.block_tokens
             self._engine_counts[report.replica_id] = report.kv_counts
+        while self._prefixes and self._early:
+            self._do(*self._early.popleft())
         gone = [name for name in self._engine_counts if name not in present]
         for name in gone[: max(0, len(gone) - MAX_GONE)]:
             self._counts.update(self._engine_counts.pop(name))
@@ -204,6 +210,9 @@ class KvPoolManager:
 
     def _do(self, method: str, names: bytes, *rest) -> None:
         """Queues an operation on blocks, with all keys under which each block is kept."""
+        if names and not self._prefixes:
+            self._early.append((method, names, *rest))
+            return
         hexes = [names[i : i + NAME_BYTES].hex() for i in range(0, len(names), NAME_BYTES)]
         if hexes:
             self._push(method, [[f"{prefix}@{name}" for prefix in self._prefixes for name in hexes], *rest])

@@ -8,6 +8,7 @@ current weights before the core routes to it. Used by `Rollouts`.
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,6 +37,9 @@ OTHER_WEIGHTS = -1
 the service is paused.
 """
 
+MAX_UNREAD = 64
+"""Updates that are remembered while no replica has read any; one follows the other once it cannot be loaded."""
+
 PAUSE_S = (0.5, 30.0)
 """Minimum and maximum seconds before a replica whose load has failed is asked again."""
 
@@ -57,6 +61,7 @@ class Weights:
         self.asleep = False  # True while the memory of weights is given back: nothing is loaded
         self.problem: str | None = None  # the error of the last load that failed
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
+        self._unread: deque[tuple[int, str]] = deque(maxlen=MAX_UNREAD)  # accepted after those, before the wanted ones
         self._engines, self._before = engines, before
         self._heard = asyncio.Event()
         self._loading: set[str] = set()
@@ -116,6 +121,8 @@ class Weights:
         return f"weights version {version} is taken by other weights ({self.digest or self.source}); versions only grow"
 
     def _set(self, version: int, source: str, digest: str) -> None:
+        if version != self.version and not self.is_confirmed:
+            self._unread.append((self.version, self.source))
         self.version, self.source, self.problem = version, source, None
         self.digests[version] = self.digests.get(version) or digest
         if len(self.digests) > MAX_DIGESTS:
@@ -126,12 +133,15 @@ class Weights:
     def _confirm(self) -> None:
         if self.is_confirmed:
             self._confirmed = self.version, self.source
+            self._unread.clear()
 
     def _withdraw(self) -> None:
-        """Returns to the last weights that a replica has read: no replica has ever held the wanted ones."""
+        """Returns to the weights before the wanted ones, which no replica has ever held: batches may rely on an update
+        that was accepted while no replica was up.
+        """
         self.digests.pop(self.version, None)
         self.problem = f"weights {self.version} are withdrawn: {self.problem}"
-        self.version, self.source = self._confirmed
+        self.version, self.source = self._unread.pop() if self._unread else self._confirmed
         self._changed.set()
 
     def observe(self, reports: list[EngineStats]) -> None:

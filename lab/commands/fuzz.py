@@ -31,7 +31,8 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
     """Run the real coordinator, engine loops and client over simulated engines, with faults by seed.
 
     Each seed is one history: replicas die, hang and lie, drivers vanish, coordinators restart, weights change. Every
-    token is checked, every batch must end, and nothing may be left over.
+    token is checked, every batch must end, and nothing may be left over. A share of the seeds has worlds besides, such
+    as quotas, batches that grow and little KV, each with laws of its own.
 
     With --engine: requests whose fields are usual, edge and absurd values go to a real engine for some minutes, among
     healthy ones. Each is answered or refused in time, the engine lives, and the healthy ones have the same tokens.
@@ -41,12 +42,13 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
         from tailrace.lab.commands.engine_fuzz import fuzz_engine
 
         return fuzz_engine(seed, minutes, requests, as_json)
-    from tailrace.lab.fuzz.campaign import described
+    from tailrace.lab.fuzz.campaign import described, shortened
     from tailrace.lab.fuzz.faults import KINDS
     from tailrace.lab.fuzz.odd.plan import ODDITIES
-    from tailrace.lab.fuzz.run import plan_of, shortened
+    from tailrace.lab.fuzz.run import plan_of
+    from tailrace.lab.fuzz.worlds.plan import WORLDS
 
-    known = (*KINDS, *ODDITIES)
+    known = (*KINDS, *ODDITIES, *WORLDS)
     chosen = tuple(kinds.split(",")) if kinds else known
     unknown = next((kind for kind in chosen if kind not in known), None)
     if unknown is not None:

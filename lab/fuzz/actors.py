@@ -30,6 +30,7 @@ class SimulatedMaster(Actor):
     def __init__(self):
         super().__init__()
         self.keys: dict[str, str] = {}
+        self.written: set[bytes] = set()  # names of all blocks, ever
         self.pid = 1
 
     def restart(self) -> None:

@@ -5,11 +5,13 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
 
 from tailrace.lab.fuzz.odd.plan import PLAIN
 from tailrace.lab.fuzz.run import SINGLES_SHARE, Outcome, RunPlan, plan_of, run
+from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
 
 BATCH = 8
 """Seeds that a process runs in a row."""
@@ -53,7 +55,7 @@ def described(plan: RunPlan) -> list[str]:
     size = plan.size
     lines = [f"seed {plan.seed}: {size.replicas} replicas, limits {size.limits}, policies {size.policies}"]
     for d in plan.drivers:
-        odd = [kind for kind in ("hasty", "impossible") if getattr(d, kind)]
+        odd = [kind for kind in ("hasty", "impossible", "grows", "overtakes") if getattr(d, kind)]
         work = f"{d.steps} steps of {d.groups} x {d.samples} x {d.max_tokens}"
         lines.append(" ".join([f"  driver {d.name}: {work}", *odd]))
     lines += [
@@ -61,4 +63,38 @@ def described(plan: RunPlan) -> list[str]:
     ]
     if plan.odd != PLAIN:
         lines.append(f"  {plan.odd}")
+    if plan.worlds != NO_WORLD:
+        lines.append(f"  {plan.worlds}, quotas {size.quotas}")
     return lines
+
+
+PLAIN_DRIVER = {"hasty": False}, {"impossible": False}, {"grows": False}, {"overtakes": False}
+
+
+def shortened(plan: RunPlan) -> RunPlan:
+    """The plan with as few faults and drivers as still fail."""
+    shorter = True
+    while shorter:
+        shorter = False
+        for candidate in _shorter(plan):
+            if run(candidate).problem is not None:
+                plan, shorter = candidate, True
+                break
+    return plan
+
+
+def _shorter(plan: RunPlan):
+    for i in range(len(plan.faults)):
+        yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
+    for field, default in vars(PLAIN).items():
+        if getattr(plan.odd, field) != default:
+            yield replace(plan, odd=replace(plan.odd, **{field: default}))
+    if plan.worlds != NO_WORLD or plan.size.quotas:
+        yield replace(plan, worlds=NO_WORLD, size=replace(plan.size, quotas={}))
+    for i in range(len(plan.drivers) if len(plan.drivers) > 1 else 0):
+        yield replace(plan, drivers=plan.drivers[:i] + plan.drivers[i + 1 :])
+    for i, driver in enumerate(plan.drivers):
+        for smaller in ({"steps": 1}, {"groups": 1}, {"samples": 1}, *PLAIN_DRIVER):
+            if all(getattr(driver, name) > value for name, value in smaller.items()):
+                drivers = (*plan.drivers[:i], replace(driver, **smaller), *plan.drivers[i + 1 :])
+                yield replace(plan, drivers=drivers)

@@ -40,16 +40,20 @@ class ResultChecks:
     def __init__(self, cluster: SimulatedCluster, ledger: Ledger):
         self._cluster, self._ledger = cluster, ledger
 
-    def check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult) -> None:
+    def check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult, floor: int = 0) -> None:
+        """`floor`: weights version of the last update of the client that has asked."""
         where = f"{batch.batch_id}/{group.prompt_id}"
         if (result.batch_id, result.prompt_token_ids) != (batch.batch_id, group.token_ids):
             raise Wrong(f"{where}: the result is of another prompt")
         if [sample.sample_index for sample in result.samples] != list(range(group.samples)):
             raise Wrong(f"{where}: samples {[sample.sample_index for sample in result.samples]} of {group.samples}")
         for sample in result.samples:
-            self._sample(batch, group, sample, f"{where}#{sample.sample_index}")
+            if (lowest := min((one.weights_version for one in sample.segments), default=floor)) < floor:
+                raise Wrong(f"{where}: tokens of weights {lowest}, after an update to {floor}")
+            self.check_sample(batch, group, sample, f"{where}#{sample.sample_index}")
 
-    def _sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:
+    def check_sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:
+        """Check one sample of a group. `where`: its name in the error."""
         ledger, tokens = self._ledger, sample.token_ids
         ledger.samples += 1
         ledger.tokens += len(tokens)
@@ -82,6 +86,24 @@ class ResultChecks:
         excused = key in self._cluster.deadly or self._cluster.culprits.is_to_blame(key, sample.error)
         if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and not excused:
             raise Wrong(f"{where}: given up: {sample.error}")
+
+    def check_turn(self, key: int, prompt_tokens: int, max_tokens: int, sample: SampleResult, where: str) -> None:
+        """Check one turn of a sample by its own key: tokens, their logprobs and its end."""
+        tokens = sample.token_ids
+        spans = [(segment.start, segment.end) for segment in sample.segments]
+        if [place for span in spans for place in span] != sorted(place for span in spans for place in span):
+            raise Wrong(f"{where}: segments {spans} do not follow each other")
+        if (spans[-1][1] if spans else 0) != len(tokens):
+            raise Wrong(f"{where}: {len(tokens)} tokens, segments {spans}")
+        for segment in sample.segments:
+            place = prompt_tokens + segment.start
+            self._segment(key, place, tokens[segment.start : segment.end], segment, where)
+        if list(sample.logprobs) != list(map(logprob_of, tokens)):
+            raise Wrong(f"{where}: logprobs are not those of its tokens")
+        if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != max_tokens:
+            raise Wrong(f"{where}: {len(tokens)} tokens of at most {max_tokens} end it by length")
+        if sample.finish_reason is SampleEnd.CANCELLED:
+            raise Wrong(f"{where}: cancelled without a request")
 
     def _segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:
         version, mean, own = segment.weights_version, self._cluster.size.mean_tokens, segment.adapter_digest

@@ -3,6 +3,7 @@
 Invariant: tokens and names are functions of key, content and position alone.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -10,9 +11,10 @@ from hashlib import blake2b
 import numpy as np
 
 from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
+from tailrace.policies.protocol.events import ChunkEnd
 
 VOCABULARY, EOS = 1000, 0
 BLOCK_TOKENS = 16
@@ -39,6 +41,11 @@ def logprob_of(token: int | np.ndarray) -> float | np.ndarray:
     return -(1 + token) / 64
 
 
+def reward_of(tokens: Iterable[int]) -> float:
+    """Returns the reward of an answer, exact in float32."""
+    return int.from_bytes(blake2b(np.array(tokens, np.int32).tobytes(), digest_size=2).digest()) / 64
+
+
 @dataclass
 class RunningChunk:
     chunk: ChunkRequest
@@ -63,6 +70,30 @@ class RunningChunk:
         return EOS not in (token_at(self.chunk.sample_key, self.content, place, mean_tokens) for place in before)
 
 
+def result_of(
+    running: RunningChunk, tokens: np.ndarray, end: ChunkEnd, version: int, saved: list[bytes]
+) -> ChunkResult:
+    """Returns the result of a chunk that has ended. `version`: of the weights. `saved`: names of its KV in the pool."""
+    chunk = running.chunk
+    return ChunkResult(
+        chunk_id=chunk.chunk_id,
+        token_ids=tokens,
+        logprobs=logprob_of(tokens).astype(np.float32),
+        raw_logprobs=2 * logprob_of(tokens).astype(np.float32),
+        end=end,
+        weights_version=version,
+        queue_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
+        cached_tokens=running.cached_tokens,
+        computed_tokens=len(chunk.token_ids) - running.cached_tokens,
+        stored_tokens=BLOCK_TOKENS * len(saved),
+        kv_names=b"".join(saved),
+        sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
+        prompt_logprobs=prompt_logprobs(chunk) if chunk.scores_prompt else None,
+    )
+
+
 class Blocks:
     """Names of the KV blocks in an engine, the longest unused first. `capacity`: their largest number."""
 
@@ -83,6 +114,12 @@ class Blocks:
 
     def clear(self) -> None:
         self._names.clear()
+
+
+def reserved_blocks(running: Iterable[RunningChunk], draft_tokens: int) -> int:
+    """Returns the KV blocks that chunks need at their full length, with look-ahead."""
+    needs = (len(one.chunk.token_ids) + one.chunk.max_tokens + draft_tokens for one in running)
+    return sum(-(-need // BLOCK_TOKENS) for need in needs)
 
 
 def prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:

@@ -4,7 +4,7 @@ The controller is Serve's as far as it matters here: it probes health, replaces 
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,11 +14,11 @@ from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.coordinator.engine_client import EngineClient
-from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.lab.fuzz.actors import SimulatedMaster
+from tailrace.lab.fuzz.chunks import VOCABULARY
 from tailrace.lab.fuzz.disk import Disk, digest_of
 from tailrace.lab.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.lab.fuzz.lines import SimulatedLines
@@ -26,8 +26,11 @@ from tailrace.lab.fuzz.log_disk import LogDisk
 from tailrace.lab.fuzz.odd.culprits import MAX_WAIT_STEPS, Culprits
 from tailrace.lab.fuzz.replica import ILLEGAL_ACCESS, SimulatedReplica
 from tailrace.lab.fuzz.shards import SimulatedShards, config_of
-from tailrace.lab.fuzz.stepper import VOCABULARY, SimulatedStepper
+from tailrace.lab.fuzz.stepper import SimulatedStepper
 from tailrace.lab.fuzz.virtual_time import Process
+from tailrace.lab.fuzz.worlds.quota_account import AccountedDoor, QuotaAccount
+from tailrace.lab.fuzz.worlds.watched_core import WatchedCore
+from tailrace.lab.fuzz.worlds.watched_pool import WatchedPool
 from tailrace.policies.families.registry import Policies
 
 HEALTH_S = 2.0
@@ -52,6 +55,9 @@ class Size:
     kv_capacity_blocks: int
     policies: dict
     window_bytes: int = WINDOW_BYTES
+    quotas: dict = field(default_factory=dict)
+    methods: tuple[str, ...] = ()  # of drafts, that replicas offer
+    draft_tokens: int = 0
 
 
 class Numbers:
@@ -79,7 +85,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
     def __init__(
         self,
         engines: EngineClient,
-        pool: ActorHandle | None,
+        pool: WatchedPool | None,
         shards: SimulatedShards | None,
         telemetry: Telemetry,
         token_log: TokenLog,
@@ -92,7 +98,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
             engines=engines,
             prompts=SimulatedPrompts(),
             telemetry=telemetry,
-            kv_pool_manager=KvPoolManager(pool) if pool is not None else None,
+            kv_pool_manager=pool,
             context=ContextService(shards, shards.config) if shards is not None else None,
             token_log=token_log,
         )
@@ -116,17 +122,19 @@ class SimulatedCluster:
         self.replicas: dict[str, SimulatedReplica] = {}
         self.gone: list[SimulatedReplica] = []  # killed, or stopped, but for those that a deadly sample has ended
         self.culprits = culprits or Culprits()
+        self.culprits.offers = max(1, len(size.methods))
         self.deadly: set[int] = set()  # keys of samples that end each engine that runs them
         self.wanted = size.replicas
         self._booting = 0
         self._made = 0
         self._engines = EngineHandle(self.replicas, Random(rng.random()))
         self.lines = SimulatedLines(Random(rng.random()))
-        self.master = self.shards = None
+        self.master = self.shards = self.pool = None
         if size.pooled:
             self.master_process = Process("master")
             self.master = SimulatedMaster()
         self.coordinator: SimulatedCoordinator | None = None
+        self.account: QuotaAccount | None = None  # of the present coordinator, in a run with quotas
         self.coordinator_process: Process | None = None
         self.coordinators = 0
         self.version = 0  # of the last coordinator that was killed
@@ -148,7 +156,7 @@ class SimulatedCluster:
 
     async def _present(self):
         await self._up.wait()
-        return self.coordinator_process, self.coordinator
+        return self.coordinator_process, self.door
 
     # ---- engine replicas -----------------------------------------------------------------------------
 
@@ -168,11 +176,13 @@ class SimulatedCluster:
             mean_tokens=self.size.mean_tokens,
             step_tokens=self.size.step_tokens,
             kv_capacity_blocks=self.size.kv_capacity_blocks,
-            pool=self.master.keys if self.master else None,
+            pool=self.master,
             now=self._now,
             culprits=self.culprits,
         )
-        about = name, stepper, self.size.step_s, self.telemetry, self._now()
+        stepper.offer(self.size.methods, self.size.draft_tokens)
+        step_s = self.size.step_s * (Random(name).uniform(0.5, 2.0) if self.size.methods else 1.0)
+        about = name, stepper, step_s, self.telemetry, self._now()
         self.replicas[name] = SimulatedReplica(*about, self.lines.dial, self.deadly)
 
     def kill(self, name: str) -> None:
@@ -215,12 +225,20 @@ class SimulatedCluster:
         self.log_disk.begin_under(max(versions.values(), default=0))
         process = Process(f"coordinator-{self.coordinators + 1}")
         self.coordinator, self.coordinator_process = await self.start_one(process), process
+        self.door = self.coordinator
+        if self.size.quotas:
+            rollouts = self.coordinator.rollouts
+            self.account = QuotaAccount(rollouts.deliveries.quotas, rollouts, self.defects)
+            self.door = AccountedDoor(self.coordinator, self.account)
         self._up.set()
 
     async def start_one(self, process: Process) -> SimulatedCoordinator:
         """A coordinator in a process, over all replicas."""
         self.coordinators += 1
-        pool = ActorHandle(self.master_process, self.master, Random(self._rng.random())) if self.master else None
+        pool = None
+        if self.master:
+            handle = ActorHandle(self.master_process, self.master, Random(self._rng.random()))
+            pool = self.pool = WatchedPool(handle, self.master.written, self.defects)
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
         nonce = f"{self.coordinators}."
         self.engine_client = engines = EngineClient(
@@ -232,9 +250,11 @@ class SimulatedCluster:
         )
         parts = engines, pool, self.shards, self.telemetry, token_log, nonce, self.disk
         coordinator = process.run(SimulatedCoordinator, *parts)
+        coordinator.rollouts.core_holder._kind = partial(WatchedCore, self.defects)
         coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
-        await process.spawn(coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
+        configuration = {"policies": self.policies.model_dump(), "replicas": limits, "quotas": self.size.quotas}
+        await process.spawn(coordinator.reconfigure(configuration))
         return coordinator
 
     # ---- Serve's controller --------------------------------------------------------------------------

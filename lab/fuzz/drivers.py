@@ -13,7 +13,7 @@ from random import Random
 from ray.exceptions import RayError
 
 from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
-from tailrace.app.calls.refused import AdapterRejected
+from tailrace.app.calls.refused import AdapterRejected, QuotaExceeded
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.deployments.messages.chunk import sample_key
@@ -24,6 +24,9 @@ from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.lab.fuzz.disk import digest_of
 from tailrace.lab.fuzz.odd.hasty import HastySession, give_up
 from tailrace.lab.fuzz.odd.impossible import ImpossibleAsks
+from tailrace.lab.fuzz.worlds.grown_batch import GrownBatch
+from tailrace.lab.fuzz.worlds.overtaking import OvertakenUpdate, check_loaded, check_refused
+from tailrace.lab.fuzz.worlds.patient import PatientSession
 from tailrace.lab.verification.asking import two_turns
 
 AGAIN_S = 2.0
@@ -58,6 +61,8 @@ class DriverPlan:
     singles: bool = False  # asks for its samples one by one, in an open session
     impossible: bool = False  # asks also for things that no service can do
     hasty: bool = False  # gives calls up and makes them again at once
+    grows: bool = False  # asks for some groups of a batch, and for more while it runs
+    overtakes: bool = False  # gives two updates of the weights at about the same time
     adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 
     def batch(self, step: int) -> RolloutBatch:
@@ -117,22 +122,24 @@ class SimulatedDriver:
 
     def __init__(self, plan: DriverPlan, cluster: SimulatedCluster, ledger: Ledger):
         self.plan, self._cluster, self._ledger = plan, cluster, ledger
+        self.name = plan.name
         self.done = 0
         self.ended = False
+        self._floor = 0  # weights version of its client's last update
         self._checks = ResultChecks(cluster, ledger)
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        client = driver_client(self._cluster)
+        client, self._floor = driver_client(self._cluster), 0
         while self.done < self.plan.steps or self._now() < self.plan.until_s:
             batch = self.plan.batch(self.done)
             if self.plan.adapted:
                 await self._load_adapter(client)
             groups = await self._rolled(client, batch)
             for group in batch.groups:
-                self._checks.check(batch, group, groups[group.prompt_id])
+                self._checks.check(batch, group, groups[group.prompt_id], self._floor)
             if self.plan.updates:
-                await self._update(client)
+                self._floor = await self._updated(client)
             self.done += 1
             await asyncio.sleep(self.plan.pause_s)
         self.ended = True
@@ -160,11 +167,16 @@ class SimulatedDriver:
             try:
                 if self.plan.hasty:
                     await give_up(client, batch, self._hurry(batch), partial(self._again, batch))
+                if self.plan.grows and (grown := await self._grown(batch)) is not None:
+                    groups |= grown
+                    break
                 async for group in client.rollout(batch):
                     if group.prompt_id in groups:
                         raise Wrong(f"{batch.batch_id}: group {group.prompt_id} came twice")
                     groups[group.prompt_id] = group
                 break
+            except QuotaExceeded:
+                await asyncio.sleep(AGAIN_S)
             except WeightsRejected:
                 groups.clear()
                 self._cluster.culprits.excuses += 1
@@ -187,20 +199,23 @@ class SimulatedDriver:
         rank = {"priority": batch.priority, "share": batch.share}
         while True:
             session, late = client.open(batch.batch_id, seed=batch.seed, step=batch.step, **rank), []
-            hasty = HastySession(session, self._hurry(batch), partial(self._again, batch)) if self.plan.hasty else None
+            asked = PatientSession(session)
+            hasty = HastySession(asked, self._hurry(batch), partial(self._again, batch)) if self.plan.hasty else None
+            quota = asked if self._cluster.size.quotas else None
             try:
                 for group, index in wanted:
                     of = rng.choice((None, group.samples))
                     if turns.random() < TURNS_SHARE:
                         split, hold_s = turns.randint(1, group.max_tokens), turns.choice(HOLDS_S)
-                        late.append(asyncio.ensure_future(two_turns(hasty or session, group, index, split, hold_s)))
+                        late.append(asyncio.ensure_future(two_turns(hasty or asked, group, index, split, hold_s)))
                     else:
                         given = {"group": group.prompt_id, "index": index, "of": of, "adapter": group.adapter}
                         given["max_tokens"] = group.max_tokens
-                        if hasty is None:
+                        if hasty is quota is None:
                             session.submit(group.token_ids, **given)
                         else:
-                            late.append(asyncio.ensure_future(hasty.generate(group.token_ids, **given)))
+                            one = (hasty or quota).generate(group.token_ids, **given)
+                            late.append(asyncio.ensure_future(one))
                     await asyncio.sleep(rng.choice((0.0, 0.0, 1.0)))
                 answers = [answer async for answer in session.samples()]
                 return groups_of_answers([*answers, *(await asyncio.gather(*late))])
@@ -215,6 +230,16 @@ class SimulatedDriver:
                 await asyncio.gather(*late, return_exceptions=True)
                 await session.close()
 
+    async def _grown(self, batch: RolloutBatch) -> dict[str, GroupResult] | None:
+        """All groups of a batch that grows, or None if the service is in trouble. Some may be made again meanwhile."""
+        for _ in range(len(batch.groups)):
+            self._again(batch)
+        rng = Random(f"{batch.seed}:{batch.batch_id}:grown:{self._now()}")
+        sent = batch.model_copy(update={"min_weights_version": self._floor})
+        groups = await GrownBatch(self._cluster, sent, rng).groups()
+        self._cluster.log_disk.begin(batch.batch_id)  # its streams are closed
+        return groups
+
     def _hurry(self, batch: RolloutBatch) -> Random:
         return Random(f"{batch.seed}/{batch.batch_id}/hasty/{self._now()}")
 
@@ -226,9 +251,19 @@ class SimulatedDriver:
                 key = sample_key(batch.seed, batch.step, group.prompt_id, index)
                 self._cluster.culprits.ask_again(key, group.token_ids)
 
-    async def _update(self, client: RolloutClient) -> None:
-        """Gives the service new weights, under the first version that is not taken."""
+    async def _updated(self, client: RolloutClient) -> int:
+        """Gives the service new weights. Returns their version."""
         version = self._ledger.version + 1
+        if self.plan.overtakes:
+            rng = Random(f"{self.plan.seed}:{self.name}:overtakes:{version}")
+            earlier = OvertakenUpdate(client, self._cluster, self._ledger, rng)
+            await earlier.run(version, self._update(client, version + 1))
+        else:
+            await self._update(client, version)
+        return self._ledger.version
+
+    async def _update(self, client: RolloutClient, version: int) -> None:
+        """Gives the service new weights, under the first version from this one on that is not taken."""
         while True:
             folder, content = f"w{version}", f"content-{version}"
             self._cluster.disk.folders[folder] = content
@@ -238,12 +273,14 @@ class SimulatedDriver:
             except RayError:
                 await asyncio.sleep(AGAIN_S)
                 continue
-            except WeightsRejected:
+            except WeightsRejected as refused:
+                check_refused(refused, version)
                 await asyncio.sleep(AGAIN_S)
                 version = max(version, (await insisted(client.status, RayError)).weights_version + 1)
                 continue
             if loaded.version != version:
                 raise Wrong(f"update to {version} answered with {loaded.version}")
+            check_loaded(self._cluster, loaded)
             self._ledger.version = version
             if not loaded.digest:
                 self._ledger.unread.add(version)

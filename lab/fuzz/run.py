@@ -23,6 +23,9 @@ from tailrace.lab.fuzz.odd.idle_watch import IdleWatch
 from tailrace.lab.fuzz.odd.plan import PLAIN, Oddities, OddPlan
 from tailrace.lab.fuzz.odd.policies import Trouble, oddly
 from tailrace.lab.fuzz.virtual_time import Deadlock, Process, VirtualLoop
+from tailrace.lab.fuzz.worlds.guests import guests
+from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, racing
+from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
 
 FAULTS_S = 60.0
 """Seconds of a run in which faults begin."""
@@ -56,10 +59,11 @@ class RunPlan:
     drivers: tuple[DriverPlan, ...]
     faults: tuple[Fault, ...]
     odd: OddPlan = PLAIN
+    worlds: WorldPlan = NO_WORLD
 
     @property
     def all_faults(self) -> tuple[Fault, ...]:
-        return self.faults + self.odd.faults
+        return self.faults + self.odd.faults + self.worlds.faults
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Outcome:
 
 def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
     """The plan of a seed. `kinds`: of faults and oddities. `singles`: share of drivers that ask for single samples."""
-    odd = Oddities(seed, kinds)
+    odd, worlds = Oddities(seed, kinds), Worlds(seed, kinds)
     asking, adapting = Random(f"singles/{seed}"), Random(f"adapters/{seed}")
     rng = Random(f"plan/{seed}")
     shares = Random(f"shares/{seed}")
@@ -122,6 +126,8 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
             adapted=adapting.random() < ADAPTED_SHARE,
             impossible=odd.chosen("impossible", f"d{number}") is not None,
             hasty=odd.chosen("hasty", f"d{number}") is not None,
+            grows=worlds.chosen("grown", f"d{number}") is not None,
+            overtakes=worlds.chosen("overtaking", f"d{number}") is not None,
         )
         for number in range(rng.randint(1, 3))
     )
@@ -129,7 +135,23 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
     faults = schedule(rng, FAULTS_S, of_faults) if of_faults else ()
     if any(fault.kind == "policy" for fault in faults):
         size = replace(size, policies=oddly(policies))
-    return RunPlan(seed, size, drivers, faults, odd.plan(FAULTS_S))
+    world = worlds.plan()
+    most = [(driver.groups * driver.samples, driver.groups * driver.samples * driver.max_tokens) for driver in drivers]
+    size = replace(size, quotas=world.bounds(*map(max, *most, MOST_OF_GUESTS)))
+    if (races := worlds.chosen("races")) is not None:
+        size = replace(size, **racing(races, size.policies))
+    if world.faults or "rewards" in world.guests:
+        size = replace(size, contexts=True)
+    if worlds.chosen("scarce") is not None:
+        size = replace(size, kv_capacity_blocks=SCARCE_BLOCKS)
+    return RunPlan(
+        seed=seed,
+        size=size,
+        drivers=drivers,
+        faults=() if world.is_calm else faults,
+        odd=odd.plan(FAULTS_S),
+        worlds=world,
+    )
 
 
 def run(plan: RunPlan) -> Outcome:
@@ -195,6 +217,11 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
 
     for number in range(len(drivers)):
         start(number)
+    calm = not (plan.all_faults or plan.odd.raising or plan.odd.company or plan.size.methods)
+    visitors = guests(plan.seed, plan.worlds, cluster, ledger, calm)
+    for number, guest in enumerate(visitors, len(drivers)):
+        process = Process(f"guest-{guest.name}")
+        running[number] = process, process.spawn(guest.run())
     site = FaultSite(cluster, ledger, vanish)
     for fault in plan.all_faults:
         cluster.controller.spawn(_later(site, fault))
@@ -202,16 +229,18 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
     while now() < END_S:
         await asyncio.sleep(1.0)
         idle = watch.problem(now()) if int(now()) % LOOK_S == 0 else None
-        if (problem := _problem(cluster, running) or idle) is not None:
+        watched = idle or (cluster.account.problem() if cluster.account is not None else None)
+        if (problem := _problem(cluster, running) or watched) is not None:
             return problem
-        if all(driver.ended for driver in drivers):
+        if all(one.ended for one in (*drivers, *visitors)):
             faults_end_s = max((fault.end_s for fault in plan.all_faults), default=0.0)
             await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
             late_s = max((replica.late_until_s for replica in cluster.replicas.values()), default=0.0) - now()
             await asyncio.sleep(late_s + LATE_S if late_s > -LATE_S else 0.0)
-            left_over = _left_over(cluster) or (await cluster.shards.left_over() if cluster.shards else None)
+            left_over = cluster.coordinator and _left_over(cluster, not plan.all_faults)
+            left_over = left_over or (await cluster.shards.left_over() if cluster.shards else None)
             return _problem(cluster, running) or left_over
-    late = [driver.plan.name for driver in drivers if not driver.ended]
+    late = [one.name for one in (*drivers, *visitors) if not one.ended]
     return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
 
 
@@ -231,21 +260,28 @@ def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
     return next(iter(cluster.defects), None)
 
 
-def _left_over(cluster: SimulatedCluster) -> str | None:
+def _left_over(cluster: SimulatedCluster, calm: bool) -> str | None:
     """Entries that are still in the books, a while after the last batch and the last fault."""
-    if cluster.coordinator is None:
-        return None
     books = cluster.coordinator.rollouts.books()
     if any(books.values()):
         return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
     if cluster.master and cluster.coordinator.rollouts.status().pool.status is None:
         return "the pool answers, and the coordinator has no status of it"
-    if cluster.master and cluster.master.keys:
-        return f"left over in the pool: {len(cluster.master.keys)} keys"
+    if calm and (crowded := _crowded(cluster)):
+        return crowded
+    if cluster.pool and (cluster.master.keys or (calm and cluster.pool.swept and not cluster.size.methods)):
+        return f"left over in the pool: {len(cluster.master.keys)} keys, and {cluster.pool.swept} were swept"
     for replica in cluster.replicas.values():
         if replica.stepper.busy and replica.hung_until_s < 1e8:
             return f"replica {replica.name} still runs {list(replica.loop.stats().running)}"
     return None
+
+
+def _crowded(cluster: SimulatedCluster) -> str | None:
+    """A replica that has had more to run than its KV holds, which no run without faults may show (law 5)."""
+    most = {one.name: one.stepper.most_blocks for one in cluster.replicas.values()}
+    bound = cluster.size.kv_capacity_blocks
+    return next((f"{name} has had chunks of {n} blocks, of {bound}" for name, n in most.items() if n > bound), None)
 
 
 def _state(cluster: SimulatedCluster) -> str:
@@ -254,30 +290,3 @@ def _state(cluster: SimulatedCluster) -> str:
         return "there is no coordinator"
     ready = [replica.replica_id for replica in status.replicas if replica.ready]
     return f"waiting {status.waiting}, running {status.running}, ready {ready}, waits_for {status.waits_for}"
-
-
-def shortened(plan: RunPlan) -> RunPlan:
-    """The plan with as few faults and drivers as still fail."""
-    shorter = True
-    while shorter:
-        shorter = False
-        for candidate in _shorter(plan):
-            if run(candidate).problem is not None:
-                plan, shorter = candidate, True
-                break
-    return plan
-
-
-def _shorter(plan: RunPlan):
-    for i in range(len(plan.faults)):
-        yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
-    for field, default in vars(PLAIN).items():
-        if getattr(plan.odd, field) != default:
-            yield replace(plan, odd=replace(plan.odd, **{field: default}))
-    for i in range(len(plan.drivers) if len(plan.drivers) > 1 else 0):
-        yield replace(plan, drivers=plan.drivers[:i] + plan.drivers[i + 1 :])
-    for i, driver in enumerate(plan.drivers):
-        for smaller in ({"steps": 1}, {"groups": 1}, {"samples": 1}, {"hasty": False}, {"impossible": False}):
-            if all(getattr(driver, name) > value for name, value in smaller.items()):
-                drivers = (*plan.drivers[:i], replace(driver, **smaller), *plan.drivers[i + 1 :])
-                yield replace(plan, drivers=drivers)

@@ -11,16 +11,19 @@ from pathlib import Path
 from random import Random
 
 from tailrace.deployments.context.config import ContextConfig
-from tailrace.deployments.context.history import Answer
+from tailrace.deployments.context.history import Answer, unpack
 from tailrace.deployments.context.membership import NoShard
 from tailrace.deployments.context.shard import ContextShard
 from tailrace.deployments.context.shard_set import shard_of
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.lab.fuzz.actors import Actor
+from tailrace.lab.fuzz.chunks import reward_of
 from tailrace.lab.fuzz.handles import ActorHandle
 from tailrace.lab.fuzz.virtual_time import Process
 
 RESTART_S = (0.5, 5.0)
+
+REWARDED = "SELECT prompt_key, epoch, sample_index, reward, tokens FROM answers WHERE reward IS NOT NULL"
 
 
 def config_of(rng: Random, folder: Path | None) -> ContextConfig:
@@ -63,6 +66,7 @@ class SimulatedShards:
         self.shards: dict[int, SimulatedShard] = {}
         self._processes: dict[int, Process] = {}
         self._answers: dict[tuple[str, int], set[int]] = {}  # acknowledged, by prompt and epoch
+        self.rewarded: dict[tuple[str, int], set[int]] = {}  # likewise, of those whose rewards must be there
         self._lost = False
         self.most = 0
         for index in range(config.shards):
@@ -112,6 +116,8 @@ class SimulatedShards:
             status = await shard.real.status()
             if status["set"].shards != self.config.shards or status["to_hand_over"]:
                 return f"shard {index} is not as configured: {status}"
+        if (wrong := self._wrong_rewards()) is not None:
+            return wrong
         if self._lost and self.config.history_dir is None:
             return None
         for (prompt_key, epoch), samples in self._answers.items():
@@ -120,3 +126,14 @@ class SimulatedShards:
             if Counter(length.epoch for length in lengths)[epoch] < len(samples):
                 return f"history of {prompt_key}, epoch {epoch} is lost: {len(samples)} answers were acknowledged"
         return None
+
+    def _wrong_rewards(self) -> str | None:
+        """An answer in the history with the reward of another one, or without the one that it must have."""
+        missing = {place: set(samples) for place, samples in self.rewarded.items()}
+        for file in (file for shard in self.shards.values() for file in shard.real._archive.files()):
+            for key, epoch, index, reward, packed in file._base.execute(REWARDED):
+                if reward != reward_of(unpack(packed)):
+                    return f"history of {key}, epoch {epoch}: the reward of sample {index} is of other tokens"
+                missing.get((key, epoch), set()).discard(index)
+        lost = next(((place, samples) for place, samples in missing.items() if samples), None)
+        return None if lost is None else f"rewards of {lost} have not come to the history"

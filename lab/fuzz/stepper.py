@@ -20,17 +20,17 @@ from tailrace.deployments.messages.chunk import (
     WeightsRead,
 )
 from tailrace.deployments.messages.errors import RequestRefused
+from tailrace.lab.fuzz.actors import SimulatedMaster
 from tailrace.lab.fuzz.chunks import (
     BLOCK_TOKENS,
     EOS,
     KEY_PREFIX,
-    VOCABULARY,
     Blocks,
     RunningChunk,
     block_names,
-    logprob_of,
     pool_key,
-    prompt_logprobs,
+    reserved_blocks,
+    result_of,
     token_at,
 )
 from tailrace.lab.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
@@ -49,6 +49,7 @@ class SimulatedWeights:
         self._disk, self._running, self._blocks = disk, running, blocks
         self.version, self.source, self.asleep = 0, "", ()
         self._take(disk.read("start"))
+        self.had = {(0, self.digest)}  # weights by version and digest
 
     def _take(self, content: str) -> None:
         self.content, self.digest = content, digest_of(content)
@@ -61,6 +62,7 @@ class SimulatedWeights:
             raise ValueError(f"weights folder {source}: holds {content}, not {digest}")
         self._take(content)
         self.version, self.source = version, source
+        self.had.add((version, self.digest))
         self.asleep = tuple(tag for tag in self.asleep if tag != WEIGHTS)
 
     def refusal(self, source: str) -> str | None:
@@ -96,14 +98,13 @@ class SimulatedStepper:
         mean_tokens: int,
         step_tokens: int,
         kv_capacity_blocks: int,
-        pool: dict[str, str] | None,
+        pool: SimulatedMaster | None,
         now: Callable[[], float],
         culprits: Culprits,
     ):
-        """`pool`: the KV pool's keys, each with the content of the weights that wrote it; None without a pool."""
         self.disk, self._now, self._culprits = disk, now, culprits
         self._mean_tokens, self._step_tokens = self._pace = mean_tokens, step_tokens
-        self._pool = pool
+        self._pool, self._written = (pool.keys, pool.written) if pool is not None else (None, set())
         self.adapters = SimulatedAdapters(disk)
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
@@ -120,15 +121,14 @@ class SimulatedStepper:
             "max_model_len": 512,
             "draft_tokens": 0,
         }
+        self.most_blocks = 0  # that running chunks have reserved at once
         self.refuses = ""  # why chunks are refused; a fault sets it
         self._swallowed: set[str] = set()  # chunks that run and make no token
         self._suspects = Suspects()
         self.broken = self.hiccup = False  # every step raises; the next one does
         self.longest_wait_steps = 0  # of a chunk, for the search of a culprit
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._running or self._ended)
+    busy = property(lambda self: bool(self._running or self._ended))
 
     @property
     def sample_keys(self) -> list[int]:
@@ -156,6 +156,13 @@ class SimulatedStepper:
         about = chunk, self._content_of(chunk), self._cached_tokens(chunk), self._culprits.raises_at(key)
         self._running[chunk.chunk_id] = RunningChunk(*about)
         self._suspects.join(chunk.chunk_id)
+        self.most_blocks = max(
+            self.most_blocks, reserved_blocks(self._running.values(), self._constant["draft_tokens"])
+        )
+
+    def offer(self, methods: tuple[str, ...], draft_tokens: int) -> None:
+        """Offer these draft methods, the default first, with look-ahead of `draft_tokens`."""
+        self._constant |= {"methods": methods, "draft_tokens": draft_tokens}
 
     def _content_of(self, chunk: ChunkRequest) -> str:
         """The content of weights and adapter, unless KV from the pool, of the same version, was written by another."""
@@ -202,9 +209,9 @@ class SimulatedStepper:
         """The chunks of this step, while others wait for the search of a culprit."""
         names = self._suspects.running()
         for chunk_id, running in self._running.items():
-            running.waited_steps = 0 if chunk_id in names else running.waited_steps + 1
-            wait_steps = 0 if self._swallowed else running.waited_steps  # a chunk on trial that hangs holds all others
-            self.longest_wait_steps = max(self.longest_wait_steps, wait_steps)
+            waits = not (chunk_id in names or self._swallowed)  # a chunk on trial that hangs holds all others
+            running.waited_steps = running.waited_steps + 1 if waits else 0
+            self.longest_wait_steps = max(self.longest_wait_steps, running.waited_steps)
         return names
 
     def _raises(self, going: dict[str, RunningChunk]) -> bool:
@@ -247,26 +254,9 @@ class SimulatedStepper:
         context = np.concatenate([chunk.token_ids, tokens])
         self._blocks.keep(block_names(chunk, context[:-1]))
         saved = self._save(chunk, context, end)
-        computed_tokens = len(chunk.token_ids) - running.cached_tokens
-        self._made += len(tokens)
+        self._made, computed_tokens = self._made + len(tokens), len(chunk.token_ids) - running.cached_tokens
         self._kv_counts.update({"local_tokens": running.cached_tokens, "recomputed_tokens.miss": computed_tokens})
-        result = ChunkResult(
-            chunk_id=chunk_id,
-            token_ids=tokens,
-            logprobs=logprob_of(tokens).astype(np.float32),
-            raw_logprobs=2 * logprob_of(tokens).astype(np.float32),
-            end=end,
-            weights_version=self.weights.version,
-            queue_s=0.0,
-            prefill_s=0.0,
-            decode_s=0.0,
-            cached_tokens=running.cached_tokens,
-            computed_tokens=computed_tokens,
-            stored_tokens=BLOCK_TOKENS * len(saved),
-            kv_names=b"".join(saved),
-            sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
-            prompt_logprobs=prompt_logprobs(chunk) if chunk.scores_prompt else None,
-        )
+        result = result_of(running, tokens, end, self.weights.version, saved)
         self._ended.append((chunk_id, result))
 
     def _save(self, chunk: ChunkRequest, context: np.ndarray, end: ChunkEnd) -> list[bytes]:
@@ -276,6 +266,7 @@ class SimulatedStepper:
         if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
             return []
         names = block_names(chunk, context)
+        self._written.update(names)
         for name in names:
             self._pool.setdefault(pool_key(name), adapted(self.weights.content, digest_of_adapter(chunk.adapter)))
         return names

@@ -191,7 +191,7 @@ class Chunk:
     The first of them to end counts as the chunk. The others are `beaten`, and their tokens do not count.
     """
 
-    __slots__ = ("aborting", "beaten", "born", "chunk_id", "copies", "copy_of", "kv_tokens", "kv_version",
+    __slots__ = ("aborting", "beaten", "born", "chunk_id", "copied", "copies", "copy_of", "kv_tokens", "kv_version",
                  "listed_tokens", "max_tokens", "method", "replica_id", "sample", "weights_version")  # fmt: skip
 
     def __init__(
@@ -204,6 +204,7 @@ class Chunk:
         self.listed_tokens = max_tokens  # tokens left to make, as `PrefetchPlanner` has recorded, which alone writes it
         self.born = 0  # `RunningChunks.turns` at its start
         self.copies: list[Chunk] = []
+        self.copied: tuple[str, ...] = ()  # draft methods of all its copies ever
         self.copy_of: Chunk | None = None
         self.method: str | None = None  # draft method, or None for the replica's default
 

@@ -162,12 +162,13 @@ class RolloutCore:
     def _chunk_failed(self, event: ev.ChunkFailed) -> None:
         chunk = self._running.named(event.chunk_id)
         self._stop(chunk)
+        if event.of_sample and not chunk.beaten:
+            self._races.won(chunk)  # no copy of it can run either
+            self._end(self._running.count_out(chunk), SampleEnd.FAILED, event.error, "no replica can run it")
+            return
         if self._races.passes_on(chunk):
             return
         sample = self._running.count_out(chunk)
-        if event.of_sample:
-            self._end(sample, SampleEnd.FAILED, event.error, "no replica can run it")
-            return
         verdict = self._failures.fail(sample, chunk, event.error, event.now)
         if verdict.aside:
             self._bind_anew(chunk.replica_id)

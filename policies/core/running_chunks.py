@@ -48,8 +48,11 @@ class RunningChunks:
         return chunk
 
     def copy(self, chunk: Chunk, replica_id: str, method: str) -> Chunk:
-        """Books a copy of a running chunk, on a replica that has room for it."""
-        chunk_id = f"{chunk.chunk_id}~{method}"
+        """Books a copy of a running chunk, on a replica that has room for it. Its name differs from those of earlier
+        copies: a late answer of one that was lost is not taken for this one's.
+        """
+        before = chunk.copied.count(method)
+        chunk_id = f"{chunk.chunk_id}~{method}" + (f"~{before}" if before else "")
         self._table.reserve(replica_id, chunk_id, chunk.sample.need_tokens)
         made = Chunk(
             chunk_id=chunk_id,
@@ -62,6 +65,7 @@ class RunningChunks:
         made.copy_of, made.method, made.born = chunk, method, self.turns
         made.sample.group.batch.running_tokens += made.kv_tokens
         chunk.copies.append(made)
+        chunk.copied += (method,)
         self.chunks[chunk_id] = self.copies[chunk_id] = made
         self.turns += 1
         return made

@@ -44,6 +44,7 @@ class Culprits:
         self._shares, self.company = {"refused": refused, "raises": raising}, company
         self._ends: Counter[tuple[int, bytes]] = Counter()  # by an engine, with the reason, by sample key and prompt
         self._asks: Counter[tuple[int, bytes]] = Counter()  # likewise, beyond the first
+        self.offers = 1  # of a sample at once: a chunk and its copies
         self.excuses = 0  # events of the run that may have cost an engine's answer
         self.of = cache(self._draw)
         self.is_heavy = cache(self._weigh)
@@ -89,7 +90,7 @@ class Culprits:
         if culprit is None:
             return f"an innocent sample ended by {error}" if failed and (REFUSED in error or RAISED in error) else None
         name = key, _bytes(prompt)
-        if (ends := self._ends.pop(name, 0)) > (limit := 1 + self._asks[name] + self.excuses):
+        if (ends := self._ends.pop(name, 0)) > (limit := self.offers * (1 + self._asks[name] + self.excuses)):
             return f"{ends} engines ended it, asked for up to {limit} times: {error}"
         from_start, early = prompt_tokens >= culprit.at, sample.finish_reason is SampleEnd.CANCELLED
         if sample.token_ids and place > culprit.at and (from_start or culprit.kind == "raises"):

@@ -30,14 +30,14 @@ from tailrace.deployments.engine.suspects import Suspects
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.lab.fuzz import replica, stepper
-from tailrace.lab.fuzz.campaign import campaign, outcome_of
+from tailrace.lab.fuzz.campaign import campaign, outcome_of, shortened
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.lab.fuzz.drivers import driver_client
 from tailrace.lab.fuzz.faults import KINDS
 from tailrace.lab.fuzz.log_disk import LogDisk
 from tailrace.lab.fuzz.odd.engine_faults import OF_ENGINES
 from tailrace.lab.fuzz.odd.plan import ODDITIES
-from tailrace.lab.fuzz.run import end_of, plan_of, run, shortened
+from tailrace.lab.fuzz.run import end_of, plan_of, run
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.policies.core import failures, unassigned
 from tailrace.policies.core.rollout import RolloutCore

@@ -12,6 +12,7 @@ from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.lab.fuzz.stepper import BLOCK_TOKENS, EOS
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import SampleEnd
 
 TURNS = 4
 TOOL = tuple(range(901, 908))
@@ -193,3 +194,21 @@ def test_bad_turns_are_refused_before_they_are_sent(play, request_of, reason):  
                 session.submit(PROMPT, **request_of)
 
     play(story)
+
+
+def test_the_end_of_a_held_sample_does_not_cut_a_turn_that_comes_at_the_same_instant(play):  # noqa: F811
+    """A request with another prompt ends the held sample; one that would have continued it is made anew, and whole."""
+
+    async def story(cluster, client):
+        session = client.open("s", seed=7)
+        name = {"group": "g", "index": 0, "max_tokens": 4}
+        first = await session.generate(PROMPT, **name, hold_s=30.0)
+        assert first.sample.finish_reason is SampleEnd.LENGTH
+        context = (*first.prompt_token_ids, *first.sample.token_ids)
+        asks = [((*PROMPT, 5), 2), (context, 1)]
+        calls = [asyncio.ensure_future(session.generate(prompt, **name, turn=turn)) for prompt, turn in asks]
+        answers = await asyncio.gather(*calls)
+        assert [answer.sample.finish_reason for answer in answers] == [SampleEnd.LENGTH] * 2
+        await session.close()
+
+    play(story, contexts=False)

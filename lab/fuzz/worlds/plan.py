@@ -1,0 +1,105 @@
+"""The worlds of a run by seed, each with its share of the seeds.
+
+Invariant: each world is drawn from a stream of its own, so that no other choice of a seed depends on it.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from tailrace.lab.fuzz.faults import Fault
+
+WORLDS = {
+    "quotas": 0.25,
+    "grown": 0.3,
+    "scarce": 0.2,
+    "early": 0.15,
+    "turns": 0.15,
+    "overtaking": 0.4,
+    "crossing": 0.1,
+    "races": 0.15,
+    "rewards": 0.15,
+}
+"""Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run) and `overtaking` (two
+updates of the weights at about the same time, of a driver that gives such). `scarce`: each replica has KV for a few
+samples, so that others wait. `early`: a driver whose samples end early. `turns`: one whose samples have turns that come
+late, twice or too early. `crossing`: two changes of the number of context shards at one instant. `races`: copies of
+chunks, by other draft methods, on replicas of other speeds. `rewards`: a driver whose rewards take
+seconds."""
+
+SCARCE_BLOCKS = 26
+"""Of KV on a replica: for the longest sample and its chunk."""
+
+GUESTS = "early", "turns", "rewards"
+MOST_OF_GUESTS = 4, 800
+"""Samples and tokens that a guest asks for at once, at most."""
+
+UNTIL_S = 50.0
+
+CALM_SHARE = 0.5
+"""Of the runs with a guest."""
+
+ROOM = 1.0, 1.0, 1.3, 2.0
+"""A quota over the largest batch or request of a run."""
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """`quotas`: samples and tokens over the largest of a batch, or None without quotas. `guests`: worlds that have a
+    driver of their own. `is_calm`: whether the seed's faults are left out, so that times can be checked."""
+
+    quotas: tuple[float | None, float | None] | None = None
+    guests: tuple[str, ...] = ()
+    is_calm: bool = False
+    faults: tuple[Fault, ...] = ()
+
+    def bounds(self, samples: int, tokens: int) -> dict[str, int]:
+        """The quotas in force. `samples`, `tokens`: of the largest batch."""
+        whole = {"max_samples": samples, "max_tokens": tokens}
+        return {
+            name: int(size * over)
+            for (name, size), over in zip(whole.items(), self.quotas or (), strict=False)
+            if over is not None
+        }
+
+
+class Worlds:
+    """Choices of a seed among these kinds."""
+
+    def __init__(self, seed: int, kinds: tuple[str, ...]):
+        self._seed, self._kinds = seed, kinds
+
+    def chosen(self, kind: str, name: str = "") -> Random | None:
+        """Returns the stream of a world if the seed has it, for a driver of this name if one is given, else None."""
+        rng = Random(f"{self._seed}:{kind}:{name}")
+        return rng if rng.random() < WORLDS[kind] and kind in self._kinds else None
+
+    def plan(self) -> WorldPlan:
+        quotas = self.chosen("quotas")
+        chosen = {kind: self.chosen(kind) for kind in GUESTS}
+        present = {kind: rng for kind, rng in chosen.items() if rng is not None}
+        return WorldPlan(
+            quotas=quotas and (quotas.choice((*ROOM, None)), quotas.choice((*ROOM, None))),
+            guests=tuple(present),
+            faults=self._crossing(),
+            is_calm=any(rng.random() < CALM_SHARE for rng in present.values()),
+        )
+
+    def _crossing(self) -> tuple[Fault, ...]:
+        """Pairs of changes at one instant."""
+        rng, faults = self.chosen("crossing"), []
+        for _ in range(rng.randint(1, 4) if rng is not None else 0):
+            at_s = round(rng.uniform(0.5, UNTIL_S), 2)
+            faults += [Fault(at_s, "shards", 0, 0.0, rng.randrange(100)) for _ in range(2)]
+            if rng.random() < 0.3:
+                faults.append(Fault(at_s, "shard_dies", rng.randrange(100), 0.0, 0))
+        return tuple(sorted(faults))
+
+
+def racing(rng: Random, policies: dict) -> dict:
+    """Changes of a cluster's size by which its chunks race."""
+    policy = {"type": "fastest_of_n", "room": rng.randint(1, 8)}
+    methods = tuple(rng.sample(("group", "model", "ngram"), rng.randint(2, 3)))
+    return {"policies": policies | {"racing": policy}, "methods": methods, "draft_tokens": rng.choice((0, 4, 12))}
+
+
+PLAIN = WorldPlan()

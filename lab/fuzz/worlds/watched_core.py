@@ -1,0 +1,87 @@
+"""The core under watch: each decision is compared with the laws of whose turn it is, both ways.
+
+Laws: no sample starts in a place in which a waiting one fits whose batch comes first, by priority, then by running
+tokens for its share; and no sample that could run before a decision waits after it while it fits on a ready replica.
+Called by the real coordinator, as its core.
+"""
+
+from collections.abc import Iterable
+
+from tailrace.policies.core.fit_queue import STEP_TOKENS
+from tailrace.policies.core.request_buffer import WAITING, Batch, Sample
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.fairness import FairShares
+from tailrace.policies.protocol.actions import Action, StartChunk
+from tailrace.policies.protocol.events import Tick
+
+
+class WatchedCore(RolloutCore):
+    """`defects`: of the run; a breach is added."""
+
+    def __init__(self, defects: list[str], *core):
+        super().__init__(*core)
+        self._defects = defects
+        self._is_fair = isinstance(self.policies.fairness, FairShares)
+
+    def decide(self, tick: Tick) -> tuple[Action, ...]:
+        able = self._able() if self.counts()["waiting"] else {}
+        tokens = {sample.group.batch: sample.group.batch.running_tokens for sample in able.values()}
+        actions = super().decide(tick)
+        if able:
+            started = [one for one in actions if isinstance(one, StartChunk) and one.copy_of is None]
+            self._check_turns(able, tokens, started)
+            self._check_left(able)
+            self._check_homes(able)
+        return actions
+
+    def _able(self) -> dict[str, Sample]:
+        """The samples that wait for room alone, by id."""
+        waiting = (sample for sample in self.samples() if sample.state is WAITING)
+        return {one.sample_id: one for one in waiting if self.room_wanted(one).startswith("room")}
+
+    def _check_turns(self, able: dict[str, Sample], tokens: dict[Batch, int], started: Iterable[StartChunk]) -> None:
+        """`tokens`: KV of running chunks by batch, before the decision."""
+        free = {name: sample for name, sample in able.items() if sample.home is None} if self._is_fair else {}
+        for start in started:
+            sample = self.sample(start.sample_id)
+            if free.pop(start.sample_id, None) is not None:
+                turn = _turn(sample.group.batch, tokens)
+                for other in free.values():
+                    if _steps(other) <= _steps(sample) and (first := _turn(other.group.batch, tokens)) < turn:
+                        about = f"{start.sample_id} began, of turn {turn}, while {other.sample_id} waited"
+                        self._defects.append(f"{about}, of {first}")
+                        return
+            if sample.group.batch in tokens:
+                tokens[sample.group.batch] += sample.need_tokens
+
+    def _check_left(self, able: dict[str, Sample]) -> None:
+        """Those that still wait have no room."""
+        roomiest = self.replicas.roomiest()
+        most = self.replicas.room_tokens(roomiest) if roomiest is not None else 0
+        for sample in able.values():
+            if sample.state is WAITING and self.room_wanted(sample).startswith("room"):
+                room = most if sample.home is None else self._room_at(sample.home)
+                if _steps(sample) * STEP_TOKENS <= room:
+                    self._defects.append(
+                        f"{sample.sample_id} waits for {sample.need_tokens} tokens of KV, {room} are free"
+                    )
+                    return
+
+    def _check_homes(self, able: dict[str, Sample]) -> None:
+        """Samples of one group wait for one replica."""
+        for sample in able.values():
+            if sample.state is WAITING and sample.group.home not in (None, sample.home):
+                self._defects.append(f"{sample.sample_id} waits for {sample.home}, its group for {sample.group.home}")
+                return
+
+    def _room_at(self, home: str) -> int:
+        return self.replicas.room_tokens(home) if home in self.replicas.ready() else 0
+
+
+def _steps(sample: Sample) -> int:
+    """Steps of KV, as the queues count them."""
+    return -(-sample.need_tokens // STEP_TOKENS)
+
+
+def _turn(batch: Batch, tokens: dict[Batch, int]) -> tuple[int, float]:
+    return -batch.priority, tokens[batch] / batch.share

@@ -1,0 +1,126 @@
+"""The simulation's worlds: each of them finds the defect that it is for."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import RolloutRejected
+from tailrace.deployments.batches import quotas
+from tailrace.deployments.batches.deliveries import Deliveries
+from tailrace.deployments.batches.open_sessions import OpenSessions
+from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, WeightsLoaded
+from tailrace.deployments.telemetry import Telemetry
+from tailrace.lab.fuzz.campaign import outcome_of
+from tailrace.lab.fuzz.run import plan_of
+from tailrace.lab.fuzz.worlds.plan import WORLDS
+from tailrace.policies.core.wait_queue import WaitQueue
+from tailrace.policies.families.fairness import FairShares
+
+
+def growing_batches_that_count_twice(monkeypatch):
+    refusal = Deliveries.quota_refusal
+
+    def counts_all(self, subject, load, whole, besides=""):
+        return refusal(self, subject, load, whole)
+
+    monkeypatch.setattr(Deliveries, "quota_refusal", counts_all)
+
+
+def quotas_that_are_exceeded_by_one(monkeypatch):
+    excess = quotas._excess
+    monkeypatch.setattr(quotas, "_excess", lambda *of, bound=None: excess(*of[:-1], of[-1] and of[-1] + 1))
+
+
+def shares_that_do_not_count(monkeypatch):
+    monkeypatch.setattr(FairShares, "key", lambda self, batch: (-batch.priority, batch.running_tokens))
+
+
+def one_start_a_tick(monkeypatch):
+    """The queue of samples that may run anywhere gives one in a decision."""
+    take_first, ticks = WaitQueue.take_first, {}
+
+    def take_one(self, home, room_tokens):
+        now = asyncio.get_running_loop().time()
+        if home is None and ticks.get(self) == now:
+            return None
+        ticks[self] = now
+        return take_first(self, home, room_tokens)
+
+    monkeypatch.setattr(WaitQueue, "take_first", take_one)
+
+
+def sessions_that_do_not_count(monkeypatch):
+    monkeypatch.setattr(OpenSessions, "loads", lambda self: {})
+
+
+def priorities_that_do_not_count(monkeypatch):
+    monkeypatch.setattr(FairShares, "key", lambda self, batch: (0, batch.running_tokens / batch.share))
+
+
+@pytest.mark.parametrize(
+    ("broken", "kinds", "problem"),
+    [
+        (growing_batches_that_count_twice, ("quotas", "grown"), "was refused below its quota"),
+        (quotas_that_are_exceeded_by_one, ("quotas",), "are in flight, quotas.max_"),
+        (priorities_that_do_not_count, ("scarce",), "began, of turn"),
+        (shares_that_do_not_count, ("scarce",), "began, of turn"),
+        (one_start_a_tick, ("slow",), "of KV, "),
+        (sessions_that_do_not_count, ("quotas",), "are in flight, quotas.max_"),
+    ],
+)
+def test_a_world_finds_the_defect(monkeypatch, broken, kinds, problem):
+    """Every world is in each seed here, as far as the kinds name it."""
+    broken(monkeypatch)
+    for world in filter(WORLDS.get, kinds):
+        monkeypatch.setitem(WORLDS, world, 1.0)
+    problems = (outcome_of(seed, kinds).problem for seed in range(60))
+    assert problem in next(filter(None, problems))
+
+
+def test_a_world_changes_no_other_choice_of_a_seed():
+    for seed in range(40):
+        plain, quotas_too = plan_of(seed, ("kill", "hasty")), plan_of(seed, ("kill", "hasty", "quotas"))
+        assert (plain.drivers, plain.faults, plain.odd) == (quotas_too.drivers, quotas_too.faults, quotas_too.odd)
+    assert Quotas(**plan_of(3, ("quotas",)).worlds.bounds(8, 800)).max_samples in (None, 8, 10, 16)
+
+
+class LateAnswers:
+    """A service that answers each update once its event is set, and keeps the batch that it gets."""
+
+    def __init__(self):
+        self.events: dict[int, asyncio.Event] = {}
+        self.batch = None
+        self.update_weights = SimpleNamespace(remote=self._update)
+        self.rollout = SimpleNamespace(remote=self._rollout)
+
+    def options(self, stream: bool):
+        return self
+
+    async def _update(self, role, version, source, digest):
+        await self.events.setdefault(version, asyncio.Event()).wait()
+        return WeightsLoaded(version=version, digest="d", replicas=())
+
+    def _rollout(self, role, batch, driver, have):
+        self.batch = batch
+        raise RolloutRejected("it has been kept")
+
+
+def test_an_earlier_update_that_is_answered_later_does_not_lower_the_bound_of_batches():
+    async def story():
+        service = LateAnswers()
+        beats = SimpleNamespace(stop=lambda: None)
+        client = RolloutClient(telemetry=Telemetry("test"), handle=service, heartbeat=lambda beat: beats)
+        updates = [asyncio.ensure_future(client.update_weights(version, f"w{version}")) for version in (1, 2)]
+        await asyncio.sleep(0)
+        for version in (2, 1):
+            service.events[version].set()
+            await updates[version - 1]
+        group = PromptGroup(prompt_id="p", token_ids=(1,))
+        with pytest.raises(RolloutRejected, match="kept"):
+            await anext(client.rollout(RolloutBatch(batch_id="b", groups=(group,))))
+        assert service.batch.min_weights_version == 2
+
+    asyncio.run(story())
