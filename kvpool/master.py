@@ -20,7 +20,7 @@ from tailrace.kvpool.programs import program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, PoolStatus, StoreNodeStatus
 
 CLIENT_TTL_S = 3
-"""Seconds without a sign of life after which a store is gone, and its keys with it; until then requests for them
+"""Seconds without a ping after which a store counts as lost, and its keys with it; until then requests for them
 fail.
 """
 

@@ -72,7 +72,7 @@ class Watcher:
             items = self._client().watch()
             try:
                 await self._read(items)
-            except Exception as error:  # noqa: BLE001 - mostly a service that is lost: it is asked again
+            except Exception as error:  # noqa: BLE001 - mostly a lost service: the call is repeated
                 self._say_away(one_line(error))
             finally:
                 await items.aclose()

@@ -134,7 +134,7 @@ class GatewayService:
                     async for part in parts:
                         items.put_nowait((number, part))
                 items.put_nowait((number, None))
-            except Exception as error:  # noqa: BLE001 - goes to the reader of all samples
+            except Exception as error:  # noqa: BLE001 - passed to the reader of all samples
                 items.put_nowait((number, error))
 
         with self._renewed(settings.batch_id):

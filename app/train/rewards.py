@@ -71,7 +71,7 @@ def _outcome(computed: Future, timeout_s: float, seconds: float) -> Reward:
         value = computed.result()
     except LateError:
         return Reward(None, "timed_out", f"no reward within {timeout_s} s", seconds)
-    except BaseException as error:  # noqa: BLE001 - an error of somebody's function, or the end of its process
+    except BaseException as error:  # noqa: BLE001 - an error of the user's function, or the end of its process
         return Reward(None, "failed", one_line(error), seconds)
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return Reward(float(value), "ok", seconds=seconds)

@@ -69,7 +69,7 @@ class LiveBatches:
             prepared = await asyncio.to_thread(self._prompts.prepare, message)
             if message.traceparent is not None:
                 parse_traceparent(message.traceparent)
-        except Exception as error:  # noqa: BLE001 - of one message: it must not reach others
+        except Exception as error:  # noqa: BLE001 - one message's error: it must not reach others
             return Rejected(reason=f"batch {message.batch_id!r}: {one_line(error)}")
         if isinstance(prepared, Rejected):
             return prepared

@@ -181,7 +181,7 @@ class OpenSessions:
             past = await self._context.lengths(keys) if self._context is not None else {}
             await self._admission.admitted(session.settings.batch_id)
             refused = self._give(session, asked, prepared, request, past.get(prepared.prompt_key, []))
-        except Exception as error:  # noqa: BLE001 - of one request: its callers must hear of it
+        except Exception as error:  # noqa: BLE001 - one request's error: its callers must receive it
             refused = Rejected(reason=f"session {session.settings.batch_id!r}: {error!r}")
         if refused is not None:
             asked.give(refused)

@@ -76,7 +76,7 @@ class Prompts:
             token_ids = self._encode(group)
             reason = self._refusal(group, token_ids)
             features = None if reason is not None else self._features(group.features)
-        except Exception as error:  # noqa: BLE001 - of one prompt: tokenizers and chat templates raise errors of many types
+        except Exception as error:  # noqa: BLE001 - one prompt's error: tokenizers and chat templates raise many types
             reason = str(error) if isinstance(error, ValueError) else f"it cannot be encoded: {one_line(error)}"
         if reason is not None:
             return Rejected(reason=f"prompt {quoted(group.prompt_id)}: {' '.join(reason.split())}")

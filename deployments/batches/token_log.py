@@ -204,7 +204,7 @@ class TokenLog:
         async with self._lock:
             try:
                 return await self._in_thread(work, *args)
-            except Exception as error:  # noqa: BLE001 - of the disk, or a defect: the log must not end the service
+            except Exception as error:  # noqa: BLE001 - a disk error, or a defect: the log must not end the service
                 return self.note(type(error).__name__, one_line(error))
 
     # ---- on the thread ---------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class AdapterLoads:
                 found = found or {await asyncio.to_thread(self.read, path)}
             except TimeoutError:
                 return Rejected(reason=f"adapter {name!r}: {path}: a replica could not load it in time")
-            except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's
+            except Exception as error:  # noqa: BLE001 - a replica's refusal, or an error of Ray
                 return Rejected(reason=f"adapter {name!r}: {str(error) or one_line(error)}")
             if len(found) > 1:
                 return Rejected(reason=f"adapter {name!r}: {path}: replicas read other contents: {sorted(found)}")

@@ -92,7 +92,7 @@ class ChunkRunner:
             event = ChunkFailed(self._loop.now(), start.chunk_id, f"{REFUSED}{reason}", of_sample=True)
         except ChunkError as error:
             event = ChunkFailed(self._loop.now(), start.chunk_id, str(error))
-        except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must hear of every end
+        except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must receive every end
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise
             event, made = ChunkFailed(self._loop.now(), start.chunk_id, one_line(error)), None
@@ -140,7 +140,7 @@ class ChunkRunner:
         self._loop.spawn(self._abort(action))
 
     async def _abort(self, action: AbortChunk) -> None:
-        with contextlib.suppress(Exception):  # the replica may be gone, or Ray in trouble
+        with contextlib.suppress(Exception):  # the replica may be lost, or Ray may fail
             await self._engines.abort(action.replica_id, action.chunk_id, action.keep_kv)
 
 

@@ -365,7 +365,7 @@ class Rollouts:
                 self._observe()
                 await self._log_tokens()
                 self._act(self._core.decide(ev.Tick(self._loop.now())))
-            except Exception as error:  # noqa: BLE001 - of a policy, or a defect: the core's books may be half written
+            except Exception as error:  # noqa: BLE001 - a policy's error, or a defect: the core may be half updated
                 self._restart_core("turn", error)
             self._loop.turn_ends()
 
@@ -391,7 +391,7 @@ class Rollouts:
     async def _contain(self, place: str, work: Callable[[], Awaitable]) -> None:
         try:
             await work()
-        except Exception as error:  # noqa: BLE001 - an odd report, or a trouble of the pool, must not end the service
+        except Exception as error:  # noqa: BLE001 - an ill-formed report or a pool error must not end the service
             self._note(place, error)
 
     async def _look_at_replicas(self) -> None:
@@ -574,7 +574,7 @@ class Rollouts:
                 self._core.observe(event)
         except IllegalEvent as error:
             return Rejected(reason=str(error))
-        except Exception as error:  # noqa: BLE001 - of a policy: the core's books may be half written
+        except Exception as error:  # noqa: BLE001 - a policy's error: the core's state may be half updated
             self._restart_core("submit", error)
             return Rejected(reason=f"the batch was ended by an error: {one_line(error)}")
         return None

@@ -116,7 +116,7 @@ class Sleep:
             await self._engines.ask(replica_id, FallAsleep())
         except ReplicaLost:
             pass  # its memory is free
-        except Exception as error:  # noqa: BLE001 - of one replica: its weights could not come back, or Ray is in trouble
+        except Exception as error:  # noqa: BLE001 - one replica's error: its weights did not come back, or Ray failed
             self.problem = f"{replica_id}: {one_line(error) if not str(error) else error}"
         finally:
             self._asking.discard(replica_id)

@@ -93,7 +93,7 @@ class Weights:
             found = await self._engines.digests(CheckWeights(source))
         except TimeoutError:
             return Rejected(reason=f"weights {source}: a replica could not look at it in time")
-        except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's: nothing has changed
+        except Exception as error:  # noqa: BLE001 - a replica's refusal, or an error of Ray: nothing has changed
             return Rejected(reason=str(error) or one_line(error))
         await self._before()
         wanted = {digest} - {""}

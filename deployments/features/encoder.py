@@ -44,7 +44,7 @@ def features_refusal(runner, features: PromptFeatures, token_ids: list[int]) -> 
             positions, _ = runner.get_model().get_mrope_input_positions(token_ids, items)
             if positions.shape[-1] != len(token_ids):
                 return f"they give {positions.shape[-1]} positions to {len(token_ids)} tokens"
-    except Exception as error:  # noqa: BLE001 - the model's own code on a caller's data: any error is of the data
+    except Exception as error:  # noqa: BLE001 - the model's own code: any error is the fault of the data
         return f"the model does not take them: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
     return None
 

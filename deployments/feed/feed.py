@@ -99,7 +99,7 @@ class Feed:
         changes = {}
         try:
             changes = self._looks.look()
-        except Exception as error:  # noqa: BLE001 - of one look: it must not end the service
+        except Exception as error:  # noqa: BLE001 - one look's error: it must not end the service
             self._note(error)
         self._deltas.put(time.time(), changes)
 

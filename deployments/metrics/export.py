@@ -49,7 +49,7 @@ class MetricsDoors:
         for door in self._doors:
             try:
                 door.give(figures)
-            except Exception as error:  # noqa: BLE001 - of a collector or of Ray: figures are no part of the service
+            except Exception as error:  # noqa: BLE001 - a collector's or Ray's error must not end the service
                 self._log(type(door).__name__, error)
 
     def _log(self, place: str, error: Exception) -> None:

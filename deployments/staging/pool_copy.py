@@ -92,7 +92,7 @@ def _ask_keepers(source: MemorySource, pool: PoolConfig) -> None:
         try:
             if ray.get(keeper.publish.remote(source, pool), timeout=PULL_S):
                 return
-        except Exception as error:  # noqa: BLE001 - of another node's actor: the next one may have them
+        except Exception as error:  # noqa: BLE001 - an error of another node's actor: the next one may have them
             problem = one_line(error)
     raise ValueError(f"weights {source}: {problem}; send them again, or update from a folder")
 
