@@ -11,7 +11,7 @@ from test_engine_parts import chunk_of, letters, text_of
 from tailrace.deployments.engine import engine_weights, redraws, stepper
 from tailrace.deployments.engine.step_outputs import StepOutput
 from tailrace.deployments.engine.stepper import Stepper
-from tailrace.deployments.messages.chunk import KvPlan
+from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, KvPlan
 from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
@@ -233,7 +233,7 @@ def test_chunks_end_with_their_own_tokens_and_times(engine):
     stats = one.stats()
     assert stats.running == {"a": 2, "b": 1} and stats.steps == 2 and stats.work["tokens"] == 3
     assert stats.work["verifications"] == 3 and stats.work["step_us"] == 500_000
-    assert sum(stats.step_counts) == 2
+    assert sum(stats.step_counts) == 2 and len(stats.step_counts) == len(STEP_BOUNDS_S) + 1
     ended = dict(run(one, engine, [out("b", 6, reason="stop"), out("a", 3, reason="length")]))
     assert ended["a"].token_ids.tolist() == [1, 2, 3] and ended["a"].end is ChunkEnd.LENGTH
     assert ended["b"].token_ids.tolist() == [5, 6] and ended["b"].end is ChunkEnd.STOP
@@ -331,6 +331,8 @@ def test_preemptions_of_chunks_that_have_ended_stay_counted(engine):
     one.add(chunk("b"), 1.0)
     engine.requests[1][5].num_preemptions = 4
     assert one.stats().preemptions == 7
+    one._fail(one._running["b"], ValueError("odd"))
+    assert one.stats().preemptions == 7, "of one without a result, too"
 
 
 def test_drafts_are_opened_proposed_and_closed_and_one_that_fails_leaves_no_chunk(engine):

@@ -160,7 +160,7 @@ def test_patience_begins_anew_with_progress_and_each_bound_has_its_own():
         with pytest.raises(ValueError, match="quota"):
             for _ in range(9):
                 await patience.wait(broken)
-        assert PAUSE_S == (0.2, 5.0) and str(broken) == "quota"
+        assert PAUSE_S == (0.2, 5.0) and str(reader) == "another reader"
 
     run(story())
 
