@@ -71,6 +71,27 @@ def test_tensors_that_do_not_fit_the_weights_are_named(tmp_path, name, shape, re
     assert found is None if reason is None else reason in found and name in found
 
 
+def test_the_end_of_one_file_and_the_beginning_of_the_next_are_two_contents(tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder, (config, tensors) in zip(folders, ((b"ab", b"c"), (b"a", b"bc")), strict=True):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_bytes(config)
+        (folder / "adapter_model.safetensors").write_bytes(tensors)
+    assert adapter_digest(str(folders[0])) != adapter_digest(str(folders[1]))
+
+
+def test_every_tensor_is_looked_at_though_others_are_unknown(tmp_path):
+    content = {
+        "__metadata__": {"format": "pt"},
+        "base_model.model.other.lora_A.weight": {"dtype": "F32", "shape": [4, 5], "data_offsets": [0, 0]},
+        "base_model.model.layer.lora_A.weight": {"dtype": "F32", "shape": [4, 20], "data_offsets": [0, 0]},
+    }
+    header = json.dumps(content).encode()
+    folder = write(tmp_path / "a", len(header).to_bytes(8, "little") + header)
+    assert "layer.lora_A.weight is [4, 20]" in misfit(folder, {"layer.weight": (20, 10)})
+    assert misfit(folder, {"layer.weight": (20, 20)}) is None
+
+
 def test_a_file_that_is_cut_is_no_adapter(tmp_path):
     assert "not in PEFT's form" in misfit(write(tmp_path / "a", b"\1"), {})
 

@@ -380,6 +380,47 @@ def test_tokens_that_wait_go_with_their_group_and_those_of_others_stay(made):
     assert sent(shards[1]) == [(moving, 0, 0, [1, 2])] and sent(shards[0]) == [(staying, 0, 0, [4])]
 
 
+def test_a_group_at_rest_keeps_its_place_when_it_moves(made):
+    present = [ShardSet(0, 1)]
+    shards = [Shard(lambda: present[0], index) for index in range(2)]
+    moving = group_of(1)
+    client = made(*shards)
+    shards[0].write(moving, 1, 0, [5, 6])
+    client.hold(moving)
+    reader = Reader(client)
+    assert reader.read(2) == [5, 6]
+    client.rest(moving)
+    first = client._routes.exchange_of(moving)
+    until(lambda: moving in first._resting and shards[0].asked)
+    with shards[0].busy:
+        shards[1].live.put_in(shards[0].live.take_out(file_of(moving.prompt_key)), 0.0)
+        present[0] = ShardSet(1, 2)
+    client._routes.learn(present[0])
+    first._wake.set()
+    second = client._routes.exchange_of(moving)
+    until(lambda: moving in second._resting)
+    assert moving not in second._wants and not first._resting
+    shards[1].write(moving, 1, 2, [7])
+    until(lambda: is_quiet(shards[1]))
+    assert len(reader.look()) == 2, "it rests"
+    client.hold(moving)
+    assert reader.read(3) == [5, 6, 7] and not shards[1].asked
+
+
+def test_a_shard_that_fails_in_another_way_is_not_looked_for(made):
+    shards = [Shard(lambda: ShardSet(0, 2), index) for index in range(2)]
+    client = made(*shards, shards=2)
+    client.hold(group_of(1))
+    until(lambda: shards[1].exchanged)
+    shards[1].fails = [ValueError("odd")]
+    until(lambda: client.counts().get("exchange_failed.ValueError"))
+    client.hold(group_of(0))
+    until(lambda: shards[0].exchanged)
+    shards[0].fails = [RayActorError("it starts again")]
+    until(lambda: client.counts().get("exchange_failed.RayActorError"))
+    assert client._routes.shards.lost == [] and shards[0].learned == [], "the first one is asked for the others alone"
+
+
 def test_a_group_that_moves_before_its_history_was_asked_for_gets_it_once_from_its_new_shard(made):
     present = [ShardSet(0, 1)]
     shards = [Shard(lambda: present[0], index) for index in range(2)]

@@ -361,6 +361,9 @@ def test_an_engine_runs_on_its_own_thread_until_it_is_stopped(monkeypatch):
     engine = EngineRunner("config", "r", 3, 1, "pool", "feed", "model")
     assert Idle.made == ("config", "r", 3, 1, "pool", "feed", "model") and engine.healthy
     assert engine.ask(ResetCache()).result(10) is True
+    thread, engine._thread = engine._thread, SimpleNamespace(is_alive=lambda: False)
+    assert not engine.healthy, "its thread has died"
+    engine._thread = thread
     engine.stop()
     assert not engine.healthy and not engine._thread.is_alive() and engine._stepper.closes == 1
     answers = []

@@ -1,6 +1,7 @@
 """When the ends of a line send, give up and forget, and when they do not: in virtual time, over ways of memory."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -189,6 +190,22 @@ def test_a_closed_line_s_frames_change_nothing():
         assert coordinator.changes == 1 and coordinator.lines.heard() == []
         assert not coordinator.lines.bad_frames
         coordinator.lines.close("r1", "again")  # does nothing
+
+    play(story)
+
+
+def test_a_new_line_to_a_replica_has_another_session_and_the_former_one_s_frames_are_dropped():
+    async def story():
+        coordinator = Coordinator()
+        coordinator.open()
+        coordinator.report()
+        late = coordinator.frame(Report(100.0, replace(STATS, replica_id="r1", weights_version=9)))
+        coordinator.lines.close("r1", "it has died")
+        coordinator.open()
+        coordinator.socket.take(*late)
+        assert coordinator.sessions["r1"] != late[0] and coordinator.lines.heard() == []
+        coordinator.report()
+        assert len(coordinator.lines.heard()) == 1
 
     play(story)
 
@@ -400,6 +417,37 @@ def test_a_closed_line_ends_at_once_with_its_chunks_and_takes_nothing_more():
         await asyncio.sleep(1.0)
         assert held.socket.closes == 1 and held.engine.aborted == []
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+    play(story)
+
+
+def test_a_line_stays_while_its_coordinator_gives_signs_of_life():
+    async def story():
+        held = Held()
+        for _ in range(20):
+            held.socket.come(Pulse(0.5))
+            await asyncio.sleep(IDLE_SILENT_S - 0.5)
+        assert not held.line.closed and held.line.session == "session"
+        held.line.close()
+
+    play(story)
+
+
+def test_an_abort_that_waits_is_not_collected_as_garbage():
+    async def story():
+        held = Held()
+
+        async def abort(chunk_id, keep_kv):
+            await asyncio.get_running_loop().create_future()  # which nothing else knows
+
+        held.engine.abort = abort
+        await asyncio.sleep(0.1)
+        before = len(asyncio.all_tasks())
+        held.socket.come(Abort("c", True))
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert len(asyncio.all_tasks()) == before + 1
+        held.line.close()
 
     play(story)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -266,6 +267,79 @@ def test_a_closed_socket_takes_nothing_more_and_its_port_is_free_again():
             while not bound(port):
                 await asyncio.sleep(0.01)
         assert came == [b"frame"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("host", "endpoint"), [(HOST, f"tcp://{HOST}:"), ("::1", "tcp://[::1]:")])
+def test_lines_run_over_both_families_of_addresses(host, endpoint):
+    async def story():
+        came = []
+        listener = ListeningSocket(host, lambda session, frame: came.append((session, frame)))
+        assert listener.address.endpoint.startswith(endpoint)
+        engine = DialledSocket(listener.address, "session", came.append)
+        engine.send(b"frame")
+        async with asyncio.timeout(10):
+            while not came:
+                await asyncio.sleep(0.01)
+        for end in (engine, listener):
+            end.close()
+        assert came == [("session", b"frame")]
+
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    asyncio.run(story())
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_an_engine_that_connects_again_takes_its_session_over():
+    async def story():
+        came, first, second = [], [], []
+        listener = ListeningSocket(HOST, lambda session, frame: came.append(frame))
+        former = DialledSocket(listener.address, "session", first.append)
+        former.send(b"former")
+        async with asyncio.timeout(10):
+            while came != [b"former"]:
+                await asyncio.sleep(0.01)
+            present = DialledSocket(listener.address, "session", second.append)
+            present.send(b"present")
+            while not second:
+                listener.send("session", b"to the engine")
+                await asyncio.sleep(0.01)
+        assert came[-1] == b"present"
+        for end in (former, present, listener):
+            end.close()
+
+    asyncio.run(story())
+
+
+def test_a_frame_that_came_while_another_was_sent_is_taken():
+    """ZeroMQ signals a new frame once, and a call of the socket takes the signal away."""
+
+    async def story():
+        came = []
+        listener = ListeningSocket(HOST, lambda session, frame: came.append(frame))
+        engine = DialledSocket(listener.address, "session", lambda frame: None)
+        engine.send(b"first")
+        async with asyncio.timeout(10):
+            while not came:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        engine.send(b"second")
+        time.sleep(0.1)  # it comes, while the loop is busy
+        listener.send("session", b"other")
+        async with asyncio.timeout(3):
+            while len(came) < 2:
+                await asyncio.sleep(0.01)
+        for end in (engine, listener):
+            end.close()
 
     asyncio.run(story())
 

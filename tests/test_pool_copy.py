@@ -1,9 +1,12 @@
 """Copies of staged weights in the pool, over a store of memory: whole or not there, and of their own version alone."""
 
 import ctypes
+import fcntl
 import re
+import shutil
 import stat
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -255,6 +258,32 @@ def test_weights_that_are_lost_under_way_leave_no_slot(store, here, there, gone)
     assert not slots.part.exists() and slots.held() == {} and not store.buffers and store.closed == 2
     store.lacks = set()
     assert pull(source, CONFIG, "app", here) == slot_of(source, here), "nothing of the first try is in the way"
+
+
+def test_a_part_that_is_gone_hides_no_reason(store, here, there):
+    source = published(store, there)
+    get_into = store.get_into
+
+    def lost(key, address, size):
+        shutil.rmtree(Slots("app-0", here).part, ignore_errors=True)
+        return -1 if "large" in key else get_into(key, address, size)
+
+    store.get_into = lost
+    with pytest.raises(ValueError, match="tensor large is not in the pool any more"):
+        pull(source, CONFIG, "app", here)
+
+
+def test_of_two_replicas_of_a_node_one_pulls_at_a_time(store, here, there):
+    source = published(store, there)
+    opened, folders = store.opened, []
+    with (here / "tailrace-app-0.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pulling = threading.Thread(target=lambda: folders.append(pull(source, CONFIG, "app", here)))
+        pulling.start()
+        pulling.join(0.05)
+        assert pulling.is_alive() and store.opened == opened, "another one holds the lock"
+    pulling.join(10.0)
+    assert folders == [slot_of(source, here)]
 
 
 def test_the_first_keeper_that_has_them_puts_them_and_no_other_is_asked(store, here, there):

@@ -202,6 +202,41 @@ def test_a_group_that_has_ended_is_there_until_late_tokens_have_come():
         loop.run_until_complete(work())
 
 
+def test_a_shard_answers_for_its_own_prompts_alone():
+    async def work():
+        shard = ContextShard(ContextConfig(shards=2), 0)
+        own = next(group for group in GROUPS if shard_of(group.prompt_key, 2) == 0)
+        other = next(group for group in GROUPS if shard_of(group.prompt_key, 2) == 1)
+        moved, answers = Moved(ShardSet(0, 2)), [Answer(0, 1, None, True, np.arange(3, dtype=np.int32))]
+        assert await shard.finish(own, 1, answers) is None and await shard.finish(other, 1, answers) == moved
+        assert await shard.reward(own.prompt_key, 1, {0: 1.5, 9: 2.0}) is None
+        assert await shard.reward(other.prompt_key, 1, {0: 1.5}) == moved
+        assert list(await shard.lengths([own.prompt_key])) == [own.prompt_key]
+        assert await shard.lengths([own.prompt_key, other.prompt_key]) == moved
+        assert await shard.past([other]) == moved and await shard.end(other) == moved
+        assert await shard.exchange("a", Packet.of([]), [Want(other, NOWHERE)]) == moved
+        status = await shard.status()
+        assert (status["counts"]["recorded_answers"], status["counts"]["rewarded_answers"]) == (1, 1)
+        assert await shard.forget_history() == 1
+
+    with virtual() as loop:
+        loop.run_until_complete(work())
+
+
+def test_a_look_at_a_shard_forgets_groups_that_nobody_touches():
+    async def work():
+        shard = ContextShard(ContextConfig(ttl_s=10.0), 0)
+        await shard.exchange("a", Packet.of([Piece(GROUPS[0], 0, 0, np.arange(4, dtype=np.int32))]), [])
+        await asyncio.sleep(9.0)
+        assert (await shard.status())["groups"] == 1
+        await asyncio.sleep(2.0)
+        status = await shard.status()
+        assert (status["groups"], status["live_bytes"]) == (0, 0)
+
+    with virtual() as loop:
+        loop.run_until_complete(work())
+
+
 async def rounds(cluster: Cluster, engines: list[Engine], number: int) -> None:
     for turn in range(number):
         for group in GROUPS:

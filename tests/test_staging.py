@@ -4,16 +4,26 @@ import os
 import re
 import subprocess
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tailrace.deployments.staging import safetensors_header, weights_memory
 from tailrace.deployments.staging import stage as staging
-from tailrace.deployments.staging.safetensors_header import HEADER_BYTES, read_header
-from tailrace.deployments.staging.slots import AlreadyStaging, MemorySource, Slots, memory_source, service_name
+from tailrace.deployments.staging.safetensors_header import HEADER_BYTES, header_block, read_header
+from tailrace.deployments.staging.slots import (
+    AlreadyStaging,
+    MemorySource,
+    Slots,
+    is_memory,
+    memory_source,
+    service_name,
+)
 from tailrace.deployments.staging.stage import Stage, StageRefused, bytes_of
 from tailrace.deployments.staging.verified import Verifier
+from tailrace.deployments.staging.weights_memory import WeightsMemory
 
 TENSORS = {
     "embed": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4),
@@ -219,6 +229,61 @@ def test_many_tensors_take_several_files(slots):
     folder = slots.held()[1, source.digest]
     assert len(list(folder.iterdir())) > 1
     assert read(folder).keys() == tensors.keys()
+
+
+def test_tensors_of_many_dimensions_fit_into_the_headers(slots):
+    tensors = {f"t{number}": np.full((1,) * 30, number, np.int32) for number in range(HEADER_BYTES // 700)}
+    source = staged(slots, tensors=tensors)
+    folder = slots.held()[1, source.digest]
+    assert len(list(folder.iterdir())) == 2 and read(folder).keys() == tensors.keys()
+    with pytest.raises(ValueError, match=f"a header of .* bytes, for which {HEADER_BYTES - 8} are left"):
+        header_block({"name": "x" * HEADER_BYTES})
+
+
+def test_a_copy_that_the_system_takes_in_parts_is_whole(slots, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(
+        staging.os, "pwrite", lambda file, data, at: pwrite(file, data[:7], at) if at else pwrite(file, data, at)
+    )
+    source = staged(slots)
+    folder = slots.held()[1, source.digest]
+    monkeypatch.undo()
+    Verifier().verify(folder, source)
+    assert (read(folder)["embed"] == TENSORS["embed"]).all()
+
+
+def test_a_header_may_have_the_format_s_own_limit_and_no_more(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((10).to_bytes(8, "little") + b"{}        ")
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 10)
+    assert read_header(path) == ({}, 18)
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 9)
+    with pytest.raises(ValueError, match="has no header"):
+        read_header(path)
+
+
+def test_a_source_in_memory_is_text_with_its_prefix():
+    assert is_memory("memory:app-1/7/0123456789abcdef") and not is_memory("/folder/memory:") and not is_memory(None)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_weights_are_fetched_from_the_pool_where_the_node_lacks_them_and_verified_always(monkeypatch, tmp_path, here):
+    source, pulled, seen = MemorySource("app-1", 7, "0" * 16), [], []
+    pool_copy = ModuleType("tailrace.deployments.staging.pool_copy")
+    pool_copy.pull = lambda *given: pulled.append(given) or tmp_path / "pulled"
+    monkeypatch.setitem(sys.modules, pool_copy.__name__, pool_copy)
+    monkeypatch.setattr(weights_memory, "slot_of", lambda source: tmp_path / "slot" if here else None)
+    monkeypatch.setattr(weights_memory.Verifier, "verify", lambda self, *given: seen.append(given))
+    WeightsMemory("the pool", "app").fetch(source)
+    assert pulled == ([] if here else [(source, "the pool", "app")])
+    assert seen == [(tmp_path / ("slot" if here else "pulled"), source)]
+    alone = WeightsMemory(None, "app")
+    if here:
+        alone.fetch(source)
+        assert len(seen) == 2
+        return
+    with pytest.raises(ValueError, match="no slot of this node holds them, and there is no pool to pull from"):
+        alone.fetch(source)
 
 
 def flip(path):

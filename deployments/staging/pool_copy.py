@@ -172,10 +172,9 @@ class _mapped:
 
     def __enter__(self):
         self._file = self._path.open("r+b" if self._write else "rb")
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if self._write else 0)
         flags = mmap.MAP_SHARED if self._write else mmap.MAP_PRIVATE
-        # `from_buffer` wants memory that may be written; a private mapping never reaches the file.
-        self._memory = mmap.mmap(self._file.fileno(), self._size, flags=flags, prot=access | mmap.PROT_WRITE)
+        # `from_buffer` wants memory that may be written, as mmap gives it; a private mapping never reaches the file.
+        self._memory = mmap.mmap(self._file.fileno(), self._size, flags=flags)
         self._bytes = (ctypes.c_char * self._size).from_buffer(self._memory)
         return ctypes.addressof(self._bytes), memoryview(self._memory)
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from scripted_service import Lost, Service, client_of, loaded, run
 from waiting import until
 
-from tailrace.app.calls import resume
+from tailrace.app.calls import client, result_texts, resume
 from tailrace.app.calls.client import READER_S, RolloutClient
 from tailrace.app.calls.refused import (
     AdapterRejected,
@@ -19,7 +20,9 @@ from tailrace.app.calls.refused import (
     UnknownAdapter,
     WeightsRejected,
 )
+from tailrace.app.calls.result_texts import ResultTexts
 from tailrace.app.calls.resume import PAUSE_S, Heartbeat, Interrupted, Patience, Taken
+from tailrace.deployments.batches import prompts
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.delivery import ACKNOWLEDGE_BYTES
 from tailrace.deployments.messages.roles import NotAdmitted, Role
@@ -157,7 +160,7 @@ def test_patience_begins_anew_with_progress_and_each_bound_has_its_own():
         with pytest.raises(ValueError, match="quota"):
             for _ in range(9):
                 await patience.wait(broken)
-        assert PAUSE_S == (0.2, 5.0)
+        assert PAUSE_S == (0.2, 5.0) and str(reader) == "another reader"
 
     run(story())
 
@@ -415,6 +418,22 @@ def test_the_spans_of_a_batch_are_kept_where_it_says_so_and_taken_once():
     assert sent.traceparent.split("-")[1] == trace_id and len(trace_id) == 32
 
 
+def test_the_traces_of_the_newest_batches_are_kept(monkeypatch):
+    monkeypatch.setattr(client, "MAX_TRACES", 2)
+    service = Service(rollout=[[group("p")]], take_spans=[[]])
+    driver = client_of(service)
+
+    async def story():
+        for name in "abc":
+            await rolled(driver, batch_of("p", batch_id=name, keep_trace=True))
+        with pytest.raises(KeyError):
+            await driver.take_trace("a")
+        for name in "bc":
+            await driver.take_trace(name)
+
+    run(story())
+
+
 def test_a_batch_keeps_the_parent_of_its_trace():
     service = Service(rollout=[[group("p")]])
     client = client_of(service)
@@ -482,9 +501,6 @@ def test_a_journal_is_renewed_while_it_is_on():
 
 
 def test_texts_are_decoded_with_the_service_s_tokenizer_which_is_sent_once_and_only_where_it_is_not_here(monkeypatch):
-    from tailrace.app.calls import result_texts
-    from tailrace.app.calls.result_texts import ResultTexts
-
     made, asked = [], []
     monkeypatch.setattr(result_texts, "tokenizer_files", lambda folder: {"tokenizer.json": b"here"})
     monkeypatch.setattr(result_texts, "name_of_tokenizer", lambda files: f"of {files['tokenizer.json'].decode()}")
@@ -511,3 +527,27 @@ def test_texts_are_decoded_with_the_service_s_tokenizer_which_is_sent_once_and_o
     assert run(story()) == ["decoder 1", "decoder 2", "decoder 2", None]
     assert made == [("of here", "/model", {}), ("of there", "/model", {"tokenizer.json": b"there"})]
     assert asked == ["model_folder", "model_folder", "tokenizer_files"]
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer.json": b"there", "a/config.json": b"{}"}])
+def test_a_decoder_loads_its_tokenizer_once_and_of_the_right_files(monkeypatch, files):
+    loaded = []
+
+    class Loaded:
+        def __init__(self, folder: str, number: int):
+            loaded.append((folder, number, {path.name: path.read_bytes() for path in Path(folder).glob("*")}))
+
+        def decode(self, token_ids) -> str:
+            return "".join(map(chr, token_ids))
+
+    monkeypatch.setattr(prompts, "Prompts", Loaded)
+    monkeypatch.setattr(result_texts, "name_of_tokenizer", lambda files: "there")
+    monkeypatch.setattr(result_texts, "text_of", lambda token_ids, rule, decode: (decode(token_ids), rule))
+    decoder = result_texts.TextDecoder("there", "/no/model", files)
+    assert decoder((97, 98), "rule") == ("ab", "rule") and decoder((99,), "rule") == ("c", "rule")
+    ((folder, number, content),) = loaded
+    assert number == 0 and (folder == "/no/model") is not bool(files)
+    assert content == {Path(name).name: data for name, data in files.items()}
+    if files:
+        with pytest.raises(LookupError, match="/no/model: its tokenizer is not the one of these tokens any more"):
+            result_texts.TextDecoder("another", "/no/model", files)((97,), "rule")

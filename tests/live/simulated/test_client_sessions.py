@@ -62,6 +62,19 @@ def test_equal_prompts_are_one_group_whose_samples_are_counted():
     assert [request.index for request in requests] == [0, 1, 0, 0, 9, 3]
 
 
+def test_each_wish_of_a_request_reaches_the_coordinator():
+    service = Service(generate=[ended()], cancel_samples=[3])
+    session = client_of(service).open("b")
+    wishes = {"of": 4, "deadline_s": 2.5, "chunk_tokens": 6, "turn": 2, "hold_s": 1.5}
+    run(session.generate((1, 2), index=1, max_tokens=7, adapter="poet", sampling={"temperature": 0.5}, **wishes))
+    ((_, _, request),) = service.named("generate")
+    assert {name: getattr(request, name) for name in wishes} == wishes and request.index == 1
+    assert (request.group.max_tokens, request.group.adapter, request.group.samples) == (7, "poet", 1)
+    assert request.group.sampling.temperature == 0.5
+    assert run(session.cancel("p", 4)) == 3 and run(session.cancel()) == 3
+    assert service.named("cancel_samples") == [(Role.TRAINER, "b", "p", 4), (Role.TRAINER, "b", None, None)]
+
+
 def test_a_sample_is_asked_for_again_after_a_loss_and_waits_for_its_quota_then_alone():
     quota = Rejected(reason="quota", by=RejectedBy.QUOTA)
     service = Service(generate=[quota])
@@ -218,9 +231,9 @@ def test_groups_have_their_own_answers_in_the_order_of_their_indexes(monkeypatch
     from tailrace.app.calls import session
 
     monkeypatch.setattr(session, "GroupResult", SimpleNamespace)
-    answers = [ended("q", 1), ended("p", 2), ended("q", 0), ended("p", 0)]
+    answers = [ended("q", 1), ended("p", 2), ended("q", 0), ended("p", 0), ended("alone", 5)]
     found = groups_of_answers(answers)
-    assert list(found) == ["q", "p"]
+    assert list(found) == ["q", "p", "alone"] and len(found["alone"].samples) == 1
     assert [one.sample_index for one in found["q"].samples] == [0, 1]
     assert [one.sample_index for one in found["p"].samples] == [0, 2]
     whole = found["p"]
