@@ -202,9 +202,8 @@ class Chunk:
         self.kv_tokens = sample.need_tokens  # tokens of KV that it reserves
         self.aborting = self.beaten = False
         self.listed_tokens = max_tokens  # tokens left to make, as `PrefetchPlanner` has recorded, which alone writes it
-        self.born = 0  # `RunningChunks.turns` at its start
+        self.born, self.copied = 0, ()  # `RunningChunks.turns` at its start; draft methods of all its copies ever
         self.copies: list[Chunk] = []
-        self.copied: tuple[str, ...] = ()  # draft methods of all its copies ever
         self.copy_of: Chunk | None = None
         self.method: str | None = None  # draft method, or None for the replica's default
 

@@ -9,12 +9,11 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import RolloutRejected
 from tailrace.deployments.batches import quotas
 from tailrace.deployments.batches.deliveries import Deliveries
-from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, WeightsLoaded
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.lab.fuzz.campaign import outcome_of
-from tailrace.lab.fuzz.run import plan_of
+from tailrace.lab.fuzz.run import SINGLES_SHARE, plan_of
 from tailrace.lab.fuzz.worlds.plan import WORLDS
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.fairness import FairShares
@@ -52,31 +51,59 @@ def one_start_a_tick(monkeypatch):
     monkeypatch.setattr(WaitQueue, "take_first", take_one)
 
 
-def sessions_that_do_not_count(monkeypatch):
-    monkeypatch.setattr(OpenSessions, "loads", lambda self: {})
-
-
 def priorities_that_do_not_count(monkeypatch):
     monkeypatch.setattr(FairShares, "key", lambda self, batch: (0, batch.running_tokens / batch.share))
 
 
-@pytest.mark.parametrize(
-    ("broken", "kinds", "problem"),
-    [
-        (growing_batches_that_count_twice, ("quotas", "grown"), "was refused below its quota"),
-        (quotas_that_are_exceeded_by_one, ("quotas",), "are in flight, quotas.max_"),
-        (priorities_that_do_not_count, ("scarce",), "began, of turn"),
-        (shares_that_do_not_count, ("scarce",), "began, of turn"),
-        (one_start_a_tick, ("slow",), "of KV, "),
-        (sessions_that_do_not_count, ("quotas",), "are in flight, quotas.max_"),
-    ],
-)
-def test_a_world_finds_the_defect(monkeypatch, broken, kinds, problem):
-    """Every world is in each seed here, as far as the kinds name it."""
-    broken(monkeypatch)
+SEEDS = {
+    ("quotas",): (10, 21),
+    ("quotas", "grown"): (1, 20),
+    ("scarce",): (14, 17),
+    ("early",): (1, 4, 5),
+    ("turns",): (0, 1),
+    ("overtaking",): (1, 6),
+    ("overtaking", "kill", "coordinator", "orders"): (2,),
+    ("crossing",): (1,),
+    ("races", "scarce"): (14,),
+    ("races", "kill", "damaged", "ray_error"): (6,),
+    ("rewards",): (0, 1),
+}
+"""By the kinds of a run, seeds that find the defects planted in `tests/planted/defects`."""
+
+
+def every_seed(monkeypatch, kinds: tuple[str, ...]) -> None:
+    """Each seed has the worlds among these kinds."""
     for world in filter(WORLDS.get, kinds):
         monkeypatch.setitem(WORLDS, world, 1.0)
-    problems = (outcome_of(seed, kinds).problem for seed in range(60))
+
+
+@pytest.mark.parametrize("kinds", SEEDS, ids=",".join)
+def test_no_seed_of_a_world_fails(monkeypatch, kinds):
+    every_seed(monkeypatch, kinds)
+    singles = 1.0 if kinds == ("quotas",) else SINGLES_SHARE
+    outcomes = [outcome_of(seed, kinds, singles) for seed in SEEDS[kinds]]
+    assert [outcome.problem for outcome in outcomes] == [None] * len(outcomes)
+    assert all(outcome.samples for outcome in outcomes)
+
+
+def test_every_world_has_a_seed_here():
+    assert set(WORLDS) <= {kind for kinds in SEEDS for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("broken", "kinds", "first", "problem"),
+    [
+        (growing_batches_that_count_twice, ("quotas", "grown"), 0, "was refused below its quota"),
+        (quotas_that_are_exceeded_by_one, ("quotas",), 0, "are in flight, quotas.max_"),
+        (priorities_that_do_not_count, ("scarce",), 14, "began, of turn"),
+        (shares_that_do_not_count, ("scarce",), 11, "began, of turn"),
+        (one_start_a_tick, ("scarce",), 0, "of KV, "),
+    ],
+)
+def test_a_world_finds_the_defect(monkeypatch, broken, kinds, first, problem):
+    broken(monkeypatch)
+    every_seed(monkeypatch, kinds)
+    problems = (outcome_of(seed, kinds).problem for seed in range(first, first + 40))
     assert problem in next(filter(None, problems))
 
 
