@@ -39,6 +39,7 @@ from tailrace.lab.fuzz.odd.engine_faults import OF_ENGINES
 from tailrace.lab.fuzz.odd.plan import ODDITIES
 from tailrace.lab.fuzz.run import end_of, plan_of, run
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
+from tailrace.lab.fuzz.worlds.plan import WORLDS
 from tailrace.policies.core import failures, unassigned
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import Policies
@@ -77,7 +78,7 @@ KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", 
 
 
 def test_no_seed_fails():
-    outcomes = list(campaign(range(1000, 1000 + SEEDS), (*KINDS, *ODDITIES)))
+    outcomes = list(campaign(range(1000, 1000 + SEEDS), (*KINDS, *ODDITIES, *WORLDS)))
     assert {outcome.seed: outcome.problem for outcome in outcomes if outcome.problem} == {}
     assert len(outcomes) == SEEDS and sum(outcome.samples for outcome in outcomes) > 100 * SEEDS
     assert {fault.kind for outcome in outcomes for fault in outcome.faults} == {*KINDS, *OF_ENGINES}
