@@ -208,7 +208,7 @@ def replicas_lost_without_trial(monkeypatch):
 
 def errors_that_are_not_contained(monkeypatch):
     def reserve(self, replicas):
-        self._tell(ReplicasReserved(self.now(), replicas))
+        self._loop.tell(ReplicasReserved(self._loop.now(), replicas))
 
     def restart_core(self, place, error):
         raise error
@@ -321,7 +321,7 @@ def replicas_that_stay_idle(monkeypatch):
         (any_answer, ("damaged",), 0, "are not those of weights"),
         (chunks_without_watch, ("swallow",), 0, "have not ended"),
         (threads_that_live, ("hang_for_ever",), 0, "have not ended"),
-        (contents_by_version, ("overwrite", "join", "kill"), 59, "are not those of weights"),
+        (contents_by_version, ("overwrite", "join", "kill"), 59, "of weights"),
         (replicas_without_blame, ("refuse",), 0, "given up"),
         (replicas_lost_without_trial, ("deadly",), 0, "given up"),
         (tokens_that_are_not_written, ("coordinator",), 19, "were not kept"),

@@ -111,14 +111,12 @@ def test_samples_of_a_group_whose_number_is_known_are_one_group_which_then_is_cl
             asked = [
                 asyncio.ensure_future(session.generate(PROMPT, group="g", index=n, of=2, max_tokens=60)) for n in (0, 1)
             ]
-            while len([one for of in cluster.coordinator.rollouts.groups() for one in of.samples]) < 2:
-                await asyncio.sleep(0.01)
-            (group,) = cluster.coordinator.rollouts.groups()
-            core = cluster.coordinator.rollouts.core_holder.present
-            assert len(group.samples) == 2 and core.counts()["running"] + core.counts()["waiting"] == 2
+            while cluster.coordinator.rollouts.books()["running"] < 2:
+                await asyncio.sleep(0.05)
+            assert cluster.coordinator.rollouts.books()["samples_and_groups"] == 2 + 1
             await asyncio.gather(*asked)
             await asyncio.sleep(1.0)
-            assert cluster.coordinator.rollouts.groups() == [], "nobody waits for a third one"
+            assert cluster.coordinator.rollouts.books()["samples_and_groups"] == 0, "nobody waits for a third one"
 
     play(story)
 
