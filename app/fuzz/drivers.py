@@ -257,7 +257,7 @@ class SimulatedDriver:
         if self.plan.overtakes:
             rng = Random(f"{self.plan.seed}:{self.name}:overtakes:{version}")
             earlier = OvertakenUpdate(client, self._cluster, self._ledger, rng)
-            await earlier.run(version, self._update(client, version + 1))
+            await earlier.run(version, partial(self._update, client, version + 1))
         else:
             await self._update(client, version)
         return self._ledger.version

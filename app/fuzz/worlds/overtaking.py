@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from random import Random
 
 from ray.exceptions import RayError
@@ -20,20 +21,20 @@ class OvertakenUpdate:
     def __init__(self, client: RolloutClient, cluster: SimulatedCluster, ledger: Ledger, rng: Random):
         self._client, self._cluster, self._ledger, self._rng = client, cluster, ledger, rng
 
-    async def run(self, version: int, later) -> None:
-        """Gives `version`, and awaits `later` at about the same time."""
+    async def run(self, version: int, later: Callable[[], Awaitable[None]]) -> None:
+        """Gives `version`, and calls `later` at about the same time."""
         folder, content = f"w{version}-overtaken", f"content-{version}-overtaken"
         self._cluster.disk.folders[folder] = content
         self._ledger.offered.setdefault(version, set()).add(content)
         before_s = self._rng.choice(BEFORE_S)
         if self._rng.random() < 0.3:
-            other = asyncio.ensure_future(later)
+            other = asyncio.ensure_future(later())
             await asyncio.sleep(before_s)
             early = asyncio.ensure_future(self._client.update_weights(version, folder))
         else:
             early = asyncio.ensure_future(self._client.update_weights(version, folder))
             await asyncio.sleep(before_s)
-            other = asyncio.ensure_future(later)
+            other = asyncio.ensure_future(later())
         try:
             await other
             await self._end(early, version)

@@ -26,6 +26,7 @@ from tailrace.app.fuzz.odd.engine_faults import OF_ENGINES
 from tailrace.app.fuzz.odd.plan import ODDITIES
 from tailrace.app.fuzz.run import end_of, plan_of, run
 from tailrace.app.fuzz.virtual_time import VirtualLoop
+from tailrace.app.fuzz.worlds.plan import WORLDS
 from tailrace.deployments.batches import deliveries
 from tailrace.deployments.batches.open_batch import GroupIdentity
 from tailrace.deployments.batches.open_sessions import OpenSessions
@@ -77,7 +78,7 @@ KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", 
 
 
 def test_no_seed_fails():
-    outcomes = list(campaign(range(1000, 1000 + SEEDS), (*KINDS, *ODDITIES)))
+    outcomes = list(campaign(range(1000, 1000 + SEEDS), (*KINDS, *ODDITIES, *WORLDS)))
     assert {outcome.seed: outcome.problem for outcome in outcomes if outcome.problem} == {}
     assert len(outcomes) == SEEDS and sum(outcome.samples for outcome in outcomes) > 100 * SEEDS
     assert {fault.kind for outcome in outcomes for fault in outcome.faults} == {*KINDS, *OF_ENGINES}
@@ -320,7 +321,7 @@ def replicas_that_stay_idle(monkeypatch):
         (any_answer, ("damaged",), 0, "are not those of weights"),
         (chunks_without_watch, ("swallow",), 0, "have not ended"),
         (threads_that_live, ("hang_for_ever",), 0, "have not ended"),
-        (contents_by_version, ("overwrite", "join", "kill"), 59, "are not those of weights"),
+        (contents_by_version, ("overwrite", "join", "kill"), 59, "of weights"),
         (replicas_without_blame, ("refuse",), 0, "given up"),
         (replicas_lost_without_trial, ("deadly",), 0, "given up"),
         (tokens_that_are_not_written, ("coordinator",), 19, "were not kept"),
