@@ -111,14 +111,16 @@ def test_samples_of_a_group_whose_number_is_known_are_one_group_which_then_is_cl
             asked = [
                 asyncio.ensure_future(session.generate(PROMPT, group="g", index=n, of=2, max_tokens=60)) for n in (0, 1)
             ]
-            while cluster.coordinator.rollouts.books()["running"] < 2:
+            for _ in range(100):
                 await asyncio.sleep(0.05)
+                if cluster.coordinator.rollouts.books()["running"] == 2:
+                    break
             assert cluster.coordinator.rollouts.books()["samples_and_groups"] == 2 + 1
             await asyncio.gather(*asked)
             await asyncio.sleep(1.0)
             assert cluster.coordinator.rollouts.books()["samples_and_groups"] == 0, "nobody waits for a third one"
 
-    play(story)
+    play(story, mean_tokens=4_000)
 
 
 def test_a_sample_past_its_deadline_ends_with_its_tokens_so_far(play):
