@@ -14,6 +14,7 @@ from tailrace.deployments.coordinator.loop import Loop
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
+from tailrace.deployments.messages.drafts import DraftReport
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, SampleRefused
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.metrics.totals import EndTotals
@@ -27,6 +28,7 @@ RESULT = ChunkResult(
     chunk_id="b/p#0@0", token_ids=np.array([4, 5], np.int32), logprobs=np.full(2, -1.0, np.float32),
     raw_logprobs=np.full(2, -2.0, np.float32), end=ChunkEnd.LENGTH, weights_version=3, queue_s=0.5, prefill_s=1.0,
     decode_s=2.0, cached_tokens=0, computed_tokens=3, stored_tokens=4, drafted_tokens=7, accepted_tokens=1,
+    verifications=2, pulled_tokens=5,
 )  # fmt: skip
 START = StartChunk(
     chunk_id="b/p#0@0", sample_id="b/p#0", replica_id="r1", start=0, max_tokens=2, weights_version=3, kv_version=3,
@@ -92,12 +94,18 @@ def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     event, made = run(RESULT, of)
     assert event == ChunkFinished(
         now=NOW_S, chunk_id=START.chunk_id, new_tokens=2, end=ChunkEnd.LENGTH, weights_version=3, stored_tokens=4,
-        drafted_tokens=7, accepted_tokens=1, computed_tokens=3,
+        drafted_tokens=7, accepted_tokens=1, computed_tokens=3, verifications=2, pulled_tokens=5,
     )  # fmt: skip
     sample = of.samples["b/p#0"]
     assert sample.tokens == 0 and sample.started_s == 2.5
     made.write()
     assert sample.tokens == 2
+
+
+def test_the_drafts_of_a_result_are_those_of_its_event():
+    drafts = DraftReport(2, np.full(5, 1), np.full(5, 1), np.array([1]), model_tested=6, model_accepted=4, tested=9)
+    event, _ = run(replace(RESULT, drafts=drafts))
+    assert (event.model_tested, event.model_accepted, event.tested_tokens) == (6, 4, 7), "no more than were drafted"
 
 
 @pytest.mark.parametrize(
