@@ -22,8 +22,13 @@ async def whole(client, batch=BATCH) -> list:
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_service_shows_its_pool_s_figures_and_keys_and_lets_go_of_what_has_ended(play, pooled):
     async def story(cluster, client):
+        manager, released = cluster.coordinator.rollouts._kv_pool_manager, []
+        if pooled:
+            real = manager.release
+            manager.release = lambda batch, action: (released.append(action), real(batch, action))
         await whole(client)
         await asyncio.sleep(5.0)
+        assert bool(released) == pooled, "at the end of a sample, not by a sweep"
         up = cluster.coordinator.rollouts.figures().get(POOL_UP.name)
         assert up == ({(): 1} if pooled else None)
         detail = await client.pool_detail()
