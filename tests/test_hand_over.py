@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from virtual_story import play_in
 
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE
@@ -106,14 +107,7 @@ class Giver:
 
 def play(story) -> None:
     loop = VirtualLoop()
-    try:
-        loop.run_until_complete(story())
-        assert loop.errors == []
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+    play_in(loop, story)
 
 
 def test_a_file_is_given_once_with_its_groups_first_and_others_stay():

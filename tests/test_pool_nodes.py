@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from virtual_story import play_in
 
 from tailrace.kvpool import master, programs, store_node
 from tailrace.kvpool.config import PoolConfig
@@ -87,14 +88,7 @@ def play(story, monkeypatch) -> None:
     loop = VirtualLoop()
     for module in (master, store_node):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
-    try:
-        loop.run_until_complete(story())
-        assert loop.errors == []
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+    play_in(loop, story)
 
 
 def store(segment: str = "s:1", **fields) -> StoreNodeStatus:

@@ -99,7 +99,7 @@ def node_line(node: ast.AST) -> int:
 
 
 def short(text: str) -> str:
-    """The first line of a statement, with the last three words of a long one."""
+    """The first line of a statement, cut after 160 characters."""
     return text.splitlines()[0][:160]
 
 

@@ -79,7 +79,7 @@ def options() -> argparse.Namespace:
     given.add_argument(
         "--room", choices=sorted(ROOMS), action="append", help="mutants of this room alone; may be given again"
     )
-    given.add_argument("--per-room", type=int, default=100, help="mutants drawn of each room; 0: all (days)")
+    given.add_argument("--per-room", type=int, default=60, help="mutants drawn of each room; 0: all (days)")
     given.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     given.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant in each stage")
     given.add_argument("--again", action="store_true", help="try those again that survived")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import RayServeException
+from virtual_story import play_in
 
 from tailrace.deployments.staging import keeper
 from tailrace.deployments.staging.keeper import SlotKeeper, keep_slots, keepers
@@ -104,14 +105,7 @@ def fake(monkeypatch) -> FakeRay:
 
 def play(story) -> None:
     loop = VirtualLoop()
-    try:
-        loop.run_until_complete(story())
-        assert loop.errors == []
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+    play_in(loop, story)
 
 
 # ---- weights --------------------------------------------------------------------------------------------
