@@ -5,7 +5,7 @@ Invariant: one thread, and time passes only while nothing can run; so a run is a
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
 from random import Random
 
@@ -13,8 +13,12 @@ PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 """The process whose code runs now; tasks inherit it."""
 
 
+LAST_S = 20_000.0
+"""Virtual seconds after which a run is taken for endless: the longest lasts 5,000."""
+
+
 class Deadlock(RuntimeError):
-    """Nothing can run and no timer is set: the run would never end."""
+    """Nothing can run and no timer is set, or the time is past `LAST_S`: the run would never end."""
 
 
 class Callback:
@@ -110,6 +114,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if not timers:
             raise Deadlock("nothing can run, and no timer is set")
         self._now_s = max(self._now_s, timers[0][0])
+        if self._now_s > LAST_S:
+            raise Deadlock(f"still running at {self._now_s:.0f} s: " + "; ".join(sorted(_places(self))))
         due = []
         while timers and timers[0][0] <= self._now_s:
             due.append(heapq.heappop(timers)[2])
@@ -130,6 +136,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _note(self, loop, context: dict) -> None:
         self.errors.append(f"{context['message']}: {context.get('exception')!r}")
+
+
+def _places(loop: VirtualLoop) -> set[str]:
+    """Where the tasks of a loop wait: the functions and lines of each, from the task's own to the innermost."""
+    return {" > ".join(_waits(task.get_coro())) for task in asyncio.all_tasks(loop)}
+
+
+def _waits(coroutine) -> Iterator[str]:
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        yield f"{coroutine.__qualname__}:{frame.f_lineno}"
+        coroutine = coroutine.cr_await
 
 
 class Process:

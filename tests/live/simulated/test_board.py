@@ -201,7 +201,7 @@ def test_the_gateway_serves_the_board_to_each_role_and_texts_to_those_that_roll_
             http(Role.OBSERVER) as looker,
             http(None) as out,
         ):
-            asking = trainer.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 400, "min_tokens": 300})
+            asking = trainer.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 400, "seed": 3})
             making = asyncio.ensure_future(asking)
             rollouts = cluster.coordinator.rollouts
             while not (found := rollouts.longest_samples(1)):
@@ -217,6 +217,7 @@ def test_the_gateway_serves_the_board_to_each_role_and_texts_to_those_that_roll_
             foreign = {"Origin": "http://evil.example"}
             assert (await trainer.post("/pause", headers=foreign)).status_code == 403
             assert not rollouts.status().paused
-            assert (await making).status_code == 200
+            made = await making
+            assert made.status_code == 200 and made.json()["usage"]["completion_tokens"] == 400
 
-    play_gateway(story, tmp_path)
+    play_gateway(story, tmp_path, mean_tokens=4_000)

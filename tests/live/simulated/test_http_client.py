@@ -40,9 +40,18 @@ class Served:
         self._folder, self.cuts, self.expected, self.server = folder, 0, None, None
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         until(lambda: self.server is not None and self.server.started)
+
+    def _serve(self) -> None:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(self._run())
+        for task in (tasks := asyncio.all_tasks(loop)):
+            task.cancel()
+        # not `asyncio.run`, which waits without a limit: the end of a call may ask a coordinator that has ended
+        loop.run_until_complete(asyncio.wait(tasks, timeout=5.0))
+        loop.close()
 
     async def _run(self) -> None:
         sizes = {"replicas": 2, "mean_tokens": 60, "step_tokens": 4, "step_s": 0.01, "window_bytes": WINDOW_BYTES}
