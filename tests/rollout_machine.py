@@ -14,8 +14,9 @@ from kv_ledger import KvLedger, begun_tokens, new_samples
 from performances import measured, performance
 
 from tailrace.policies.core.fit_queue import STEP_TOKENS
-from tailrace.policies.core.request_buffer import Batch, Sample, State
+from tailrace.policies.core.request_buffer import Batch, Sample
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.sample_states import State
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies, name_of
 from tailrace.policies.protocol import events as ev

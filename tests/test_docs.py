@@ -10,8 +10,8 @@ import pytest
 from test_rollout_cases import finish, join, submit, tick
 
 from tailrace.app.cli import main
-from tailrace.policies.core.request_buffer import State
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.sample_states import TABLE, State
 from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.ordering import Ordering
 from tailrace.policies.families.registry import Policies
@@ -121,11 +121,11 @@ def test_the_state_table_is_the_cores_and_the_diagram_is_the_tables(scripts):
 
     page = core_states.PAGE.read_text()
     assert core_states.rendered(page) == page, "run scripts/core_states.py"
-    states = {state for row in core_states.TABLE for state in (row[0], row[3]) if state}
-    assert states == {state.value for state in State}
-    assert all(hasattr(ev, row[1]) for row in core_states.TABLE)
+    assert {state for row in TABLE for state in (row.state, row.then) if state} == set(State)
+    assert all(hasattr(ev, row.event) for row in TABLE)
     drawn = set(re.findall(r"^    (\w+|\[\*\]) --> (\w+):", core_states.diagram(), flags=re.M))
-    assert drawn == {(row[0] or "[*]", row[3]) for row in core_states.TABLE if row[0] != row[3]}
+    changes = [row for row in TABLE if row.state is not row.then]
+    assert drawn == {(row.state.value if row.state else "[*]", row.then.value) for row in changes}
 
 
 def test_a_policy_of_ones_own_runs_every_sample_to_its_end_shortest_first(examples):

@@ -9,7 +9,7 @@ from performances import performance
 
 from tailrace.policies.core import validation
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS
-from tailrace.policies.core.request_buffer import HELD, State
+from tailrace.policies.core.sample_states import HELD, State
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.performance import MethodAcceptance
 

@@ -14,8 +14,9 @@ from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.feed.survey import tokens_of
 from tailrace.deployments.feed.trails import Trail, TrailChunk, TrailFault, Trails
 from tailrace.deployments.messages.status import BatchLog, ChunkLog, FaultLog, SampleLog
-from tailrace.policies.core.request_buffer import ENDED, WAITING, Sample
+from tailrace.policies.core.request_buffer import Sample
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.sample_states import ENDED, WAITING
 
 SHOWN_SAMPLES = 50
 """Maximum number of samples shown for a batch."""

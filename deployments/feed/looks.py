@@ -15,8 +15,9 @@ from tailrace.deployments.feed.survey import Survey, tokens_of
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.status import PoolView
-from tailrace.policies.core.request_buffer import RUNNING, WAITING, Sample
+from tailrace.policies.core.request_buffer import Sample
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.sample_states import RUNNING, WAITING
 
 POOL_LOOKS_PER_REPLICA = 1 / 32
 """Number of looks between two reads of the pool's counts, for each replica: a read sums over all replicas."""

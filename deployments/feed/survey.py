@@ -8,8 +8,9 @@ figures are those of the last finished round. Called by `Looks`.
 from collections import Counter
 from heapq import nlargest
 
-from tailrace.policies.core.request_buffer import ENDED, HELD, WAITING, Sample
+from tailrace.policies.core.request_buffer import Sample
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.sample_states import ENDED, HELD, WAITING
 
 PART = 3_000
 """Number of samples read in a look: 2 ms."""

@@ -7,7 +7,8 @@ with. KV that leaves the book is released exactly once. Called by `RolloutCore`;
 from collections.abc import Iterable
 
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import HELD, WAITING, Chunk, Group, Sample
+from tailrace.policies.core.request_buffer import Chunk, Group, Sample
+from tailrace.policies.core.sample_states import HELD, WAITING
 from tailrace.policies.core.validation import checked_count
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.kv_on_update import KvOnUpdate

@@ -5,7 +5,8 @@ whichever came later. A batch's summary is renewed as the evidence doubles, so i
 samples. Called by `RolloutCore` alone.
 """
 
-from tailrace.policies.core.request_buffer import ENDED, WAITING, Batch, Group, RequestBuffer, Sample
+from tailrace.policies.core.request_buffer import Batch, Group, RequestBuffer, Sample
+from tailrace.policies.core.sample_states import ENDED, WAITING
 from tailrace.policies.core.validation import checked_count
 from tailrace.policies.families.lengths import class_starts
 from tailrace.policies.families.registry import Policies

@@ -23,9 +23,10 @@ from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.races import Races, counts
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import ENDED, HELD, WAITING, Batch, Chunk, Group, RequestBuffer, Sample
+from tailrace.policies.core.request_buffer import Batch, Chunk, Group, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.sample_ends import BY_ITSELF, HeldSamples, end_before, end_by
+from tailrace.policies.core.sample_states import ENDED, HELD, WAITING
 from tailrace.policies.core.scaling import Limits, Scaling
 from tailrace.policies.core.unassigned import UnassignedGroups
 from tailrace.policies.core.validation import (

@@ -6,7 +6,8 @@ A running sample has one chunk that is neither a copy nor beaten. Called by `Rol
 
 from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import RUNNING, Chunk, Sample
+from tailrace.policies.core.request_buffer import Chunk, Sample
+from tailrace.policies.core.sample_states import RUNNING
 from tailrace.policies.protocol.actions import AbortChunk
 from tailrace.policies.protocol.events import IllegalEvent
 

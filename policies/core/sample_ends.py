@@ -6,7 +6,8 @@ Invariant: a held sample is here from its turn's end until it returns, is cancel
 
 from heapq import heapify, heappop, heappush
 
-from tailrace.policies.core.request_buffer import HELD, Chunk, Sample
+from tailrace.policies.core.request_buffer import Chunk, Sample
+from tailrace.policies.core.sample_states import HELD
 from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import Begun, ChunkEnd, ChunkFinished, GroupSpec
 

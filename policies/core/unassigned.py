@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import WAITING, Group, RequestBuffer, Sample
+from tailrace.policies.core.request_buffer import Group, RequestBuffer, Sample
+from tailrace.policies.core.sample_states import WAITING
 from tailrace.policies.core.validation import checked_home
 from tailrace.policies.families.ordering import Ordering
 from tailrace.policies.protocol.views import PromptView

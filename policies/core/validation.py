@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS
-from tailrace.policies.core.request_buffer import HELD, Chunk, Sample
+from tailrace.policies.core.request_buffer import Chunk, Sample
+from tailrace.policies.core.sample_states import HELD
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import (
     ChunkFinished,

@@ -4,7 +4,7 @@ Looks into the books of the coordinator's core. Called by `run` every few second
 """
 
 from tailrace.lab.fuzz.cluster import SimulatedCluster
-from tailrace.policies.core.request_buffer import WAITING
+from tailrace.policies.core.sample_states import WAITING
 
 IDLE_S = 10.0
 """Seconds for which a sample may wait so: the core starts a chunk at its next tick, after 0.5 s at most."""

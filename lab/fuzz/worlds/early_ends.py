@@ -17,7 +17,7 @@ from tailrace.lab.fuzz.checks import Ledger, ResultChecks
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.lab.fuzz.drivers import driver_client
 from tailrace.lab.fuzz.worlds.patient import PatientSession
-from tailrace.policies.core.request_buffer import ENDED
+from tailrace.policies.core.sample_states import ENDED
 from tailrace.policies.protocol.actions import SampleEnd
 
 BEGINS_S, UNTIL_S = 3.0, 50.0

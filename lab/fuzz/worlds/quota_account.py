@@ -14,7 +14,7 @@ from tailrace.deployments.batches.quotas import BatchLoad, Quotas
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch, checked
 from tailrace.deployments.messages.session import SampleRequest
-from tailrace.policies.core.request_buffer import RUNNING, WAITING
+from tailrace.policies.core.sample_states import RUNNING, WAITING
 
 LEFT_S = 3.0
 """Seconds for which a sample whose caller has left may be in flight without being in the core."""

@@ -8,8 +8,9 @@ Called by the real coordinator, as its core.
 from collections.abc import Iterable
 
 from tailrace.policies.core.fit_queue import STEP_TOKENS
-from tailrace.policies.core.request_buffer import WAITING, Batch, Sample
+from tailrace.policies.core.request_buffer import Batch, Sample
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.sample_states import WAITING
 from tailrace.policies.families.fairness import FairShares
 from tailrace.policies.protocol.actions import Action, StartChunk
 from tailrace.policies.protocol.events import Tick
