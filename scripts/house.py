@@ -1,0 +1,101 @@
+"""Prints the size of the house: lines and files by folder, the way of a sample, definitions of verbs, constructors.
+
+`--json` for programs. Read by tests/test_house_figures.py, which bounds verbs and constructors.
+"""
+
+import argparse
+import ast
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PRODUCT = ("app", "deployments", "kvpool", "policies")
+FOLDERS = (*PRODUCT, "lab", "benchmarks", "tests", "docs")
+VERBS = (
+    "transfer_weights", "fall_asleep", "read_weights", "update_weights", "load_weights", "wake_kv", "peek",
+    "load_adapter",
+)  # fmt: skip
+"""Calls that reach an engine from a driver, through every layer between."""
+
+LARGEST = 10
+
+
+def sources(folder: str, ending: str = "py") -> list[Path]:
+    return sorted(path for path in (ROOT / folder).rglob(f"*.{ending}") if "__pycache__" not in path.parts)
+
+
+def lines_of(path: Path) -> int:
+    return path.read_text().count("\n")
+
+
+def sizes() -> dict[str, dict[str, int]]:
+    """Files and lines of each folder."""
+    found = {name: sources(name, "md" if name == "docs" else "py") for name in FOLDERS}
+    return {name: {"files": len(paths), "lines": sum(map(lines_of, paths))} for name, paths in found.items()}
+
+
+def rooms() -> dict[str, dict[str, int]]:
+    """Files and lines of each folder that has Python files, in the product."""
+    files, lines = Counter(), Counter()
+    for path in (path for name in PRODUCT for path in sources(name)):
+        room = path.parent.relative_to(ROOT).as_posix()
+        files[room] += 1
+        lines[room] += lines_of(path)
+    return {room: {"files": files[room], "lines": lines[room]} for room in sorted(files)}
+
+
+def definitions() -> dict[str, list[str]]:
+    """Files of the product that define a function of each verb's name, a leading underscore aside."""
+    found: dict[str, list[str]] = {verb: [] for verb in VERBS}
+    for path in (path for name in PRODUCT for path in sources(name)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in found:
+                found[node.name.lstrip("_")].append(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def constructors() -> dict[str, int]:
+    """Number of parameters of each class's `__init__` in the product, `self` aside."""
+    found = {}
+    for path in (path for name in PRODUCT for path in sources(name)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    arguments = method.args
+                    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                    found[node.name] = len(every) - 1
+    return found
+
+
+def path() -> dict[str, int]:
+    """Lines of each file on the way of a sample, in reading order: docs/life_of_a_sample.md, steps 1 to 10."""
+    steps = (ROOT / "docs" / "life_of_a_sample.md").read_text().partition("Beside this path")[0]
+    return {name: lines_of(ROOT / name) for name in re.findall(r"`([\w/]+\.py)`", steps)}
+
+
+def report(figures: dict) -> str:
+    """The figures as text."""
+    lines = [f"{name:<14}{one['files']:>6} files {one['lines']:>8,} lines" for name, one in figures["folders"].items()]
+    product = sum(figures["folders"][name]["lines"] for name in PRODUCT)
+    lines += [f"{'the four':<14}{'':>12} {product:>8,} lines", ""]
+    lines += [f"{len(files)} x {verb}: {', '.join(files)}" for verb, files in figures["verbs"].items()]
+    way = figures["path"]
+    lines += ["", f"the way of a sample: {len(way)} files, {sum(way.values()):,} lines", *(f"  {n}" for n in way)]
+    largest = sorted(figures["constructors"].items(), key=lambda one: (-one[1], one[0]))[:LARGEST]
+    return "\n".join([*lines, "", "constructors: " + ", ".join(f"{name} {count}" for name, count in largest)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="the size of the house: lines, the way of a sample, engine verbs, constructors"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs, with each room")
+    figures = {"folders": sizes(), "rooms": rooms(), "path": path()}
+    figures |= {"verbs": definitions(), "constructors": constructors()}
+    print(json.dumps(figures, indent=1) if parser.parse_args().json else report(figures))
+
+
+if __name__ == "__main__":
+    main()

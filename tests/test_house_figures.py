@@ -1,0 +1,36 @@
+"""Bounds on what scripts/house.py counts: definitions of one verb, collaborators of one object, files on the path."""
+
+import pytest
+from test_imports import ROOT
+
+MAX_DEFINITIONS = 3
+"""In `deployments`: the coordinator's call, its part that does it, and the engine's. It was 9."""
+
+MAX_COLLABORATORS = 8
+MAX_PATH_FILES = 24
+
+
+@pytest.fixture
+def house(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import house
+
+    return house
+
+
+def test_a_verb_is_not_written_once_a_layer(house):
+    every = house.definitions()
+    inside = {verb: {file for file in files if file.startswith("deployments/")} for verb, files in every.items()}
+    assert {verb: files for verb, files in inside.items() if len(files) > MAX_DEFINITIONS} == {}
+    assert all(every.values()), "each verb is still one of the product's"
+
+
+def test_no_constructor_has_more_collaborators(house):
+    counts = house.constructors()
+    assert {name: count for name, count in counts.items() if count > MAX_COLLABORATORS} == {}
+    assert len(counts) > 100
+
+
+def test_the_way_of_a_sample_stays_short(house):
+    way = house.path()
+    assert 10 < len(way) <= MAX_PATH_FILES and all(way.values())
