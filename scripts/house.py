@@ -89,7 +89,7 @@ def report(figures: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="the size of the house: lines, the way of a sample, engine verbs, constructors"
+        description="the size of the house: lines, a sample's way, engine verbs, constructors"
     )
     parser.add_argument("--json", action="store_true", help="for programs, with each room")
     figures = {"folders": sizes(), "rooms": rooms(), "path": path()}
