@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
-    from tailrace.app.calls.refused import AdapterRejected, UnknownAdapter
+    from tailrace.app.calls.client import RolloutClient
+    from tailrace.app.calls.refused import AdapterRejected, RolloutRejected, UnknownAdapter, WeightsRejected
     from tailrace.app.cluster import connect
     from tailrace.app.trl.async_rollouts import AsyncRollouts
     from tailrace.app.trl.async_weights import AsyncWeights
@@ -34,8 +34,8 @@ _HOMES = {
     "AdapterRejected": "tailrace.app.calls.refused",
     "UnknownAdapter": "tailrace.app.calls.refused",
     "RolloutClient": "tailrace.app.calls.client",
-    "RolloutRejected": "tailrace.app.calls.client",
-    "WeightsRejected": "tailrace.app.calls.client",
+    "RolloutRejected": "tailrace.app.calls.refused",
+    "WeightsRejected": "tailrace.app.calls.refused",
     "ChatMessage": "tailrace.deployments.messages.rollout",
     "GroupResult": "tailrace.deployments.messages.rollout",
     "PromptGroup": "tailrace.deployments.messages.rollout",

@@ -1,12 +1,9 @@
-"""Parts of a client that survives the coordinator's loss: heartbeat, patience, and the errors that mean a loss.
-
-Called by `app.calls.client`.
-"""
+"""Parts of a client that survives the coordinator's loss: heartbeat, patience, and the errors that mean a loss."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tailrace.deployments.messages.delivery import ACKNOWLEDGE_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import RENEW_S
@@ -99,3 +96,12 @@ def lost_service() -> tuple[type[Exception], ...]:
         DeploymentUnavailableError,
         ConnectionError,
     )
+
+
+@contextlib.contextmanager
+def interrupted_by_loss() -> Iterator[None]:
+    """Raises Interrupted in place of an error that means that the coordinator is lost."""
+    try:
+        yield
+    except lost_service() as error:
+        raise Interrupted(error) from error

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from tailrace.app.calls.refused import WeightsRejected
-from tailrace.app.calls.weights_calls import StagedWeights, Tensors, staged_in
+from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.staging.slots import Slots
 

@@ -1,14 +1,15 @@
 """Roles of drivers, in rising order of rights, and their check at the ingress.
 
 Invariant: a driver's call runs only if its role has the right. Roles guard against mistakes alone: a driver that can
-reach Ray at all can run code on every node. Used by the coordinator and by `app.calls.client`.
+reach Ray at all can run code on every node. Used by the coordinator and by clients.
 """
 
 from collections.abc import Callable
 from enum import StrEnum
 from functools import wraps
 from inspect import isasyncgenfunction
-from typing import NamedTuple
+
+from tailrace.deployments.messages.rollout import Rejected, RejectedBy
 
 
 class Role(StrEnum):
@@ -22,12 +23,6 @@ class Role(StrEnum):
         return list(Role).index(self) >= list(Role).index(other)
 
 
-class NotAdmitted(NamedTuple):
-    """Refusal of a call. `reason`: one line."""
-
-    reason: str
-
-
 def admits(needed: Role) -> Callable:
     """Decorates a method at the ingress. The caller's role becomes its first argument; a refusal is returned as its
     answer.
@@ -36,10 +31,11 @@ def admits(needed: Role) -> Callable:
     """
 
     def decorate(method: Callable) -> Callable:
-        def refusal(role: Role) -> NotAdmitted | None:
+        def refusal(role: Role) -> Rejected | None:
             if Role(role).includes(needed):
                 return None
-            return NotAdmitted(f"{method.__name__} needs role {needed.value}, and this client is {Role(role).value}")
+            reason = f"{method.__name__} needs role {needed.value}, and this client is {Role(role).value}"
+            return Rejected(reason=reason, by=RejectedBy.ROLE)
 
         if isasyncgenfunction(method):
 

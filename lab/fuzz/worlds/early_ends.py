@@ -8,8 +8,8 @@ Called by `run`.
 import asyncio
 from random import Random
 
-from tailrace.app.calls.client import RolloutClient, WeightsRejected
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SampleResult

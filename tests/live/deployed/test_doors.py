@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from waiting import until
 
-from tailrace.app.calls.client import PoliciesRejected, RolloutClient
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import PoliciesRejected
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.families.ordering import Fcfs
 from tailrace.policies.families.registry import Policies
