@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tailrace.app.trl.async_rollouts import AsyncRollouts
     from tailrace.app.trl.async_weights import AsyncWeights
     from tailrace.app.trl.generation import attach
-    from tailrace.app.trl.rollout_function import rollout_function
     from tailrace.app.weights.saved import saved_weights
     from tailrace.deployments.messages.rollout import (
         ChatMessage,
@@ -29,7 +28,6 @@ _HOMES = {
     "AsyncWeights": "tailrace.app.trl.async_weights",
     "attach": "tailrace.app.trl.generation",
     "connect": "tailrace.app.cluster",
-    "rollout_function": "tailrace.app.trl.rollout_function",
     "saved_weights": "tailrace.app.weights.saved",
     "AdapterRejected": "tailrace.app.calls.refused",
     "UnknownAdapter": "tailrace.app.calls.refused",
@@ -60,12 +58,13 @@ __all__ = [
     "WeightsRejected",
     "attach",
     "connect",
-    "rollout_function",
     "saved_weights",
 ]
 
 
 def __getattr__(name: str):
+    if name == "rollout_function":
+        raise AttributeError("tailrace.rollout_function is gone: write tailrace.attach(trainer, client) instead")
     if name not in _HOMES:
         raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

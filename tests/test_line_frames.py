@@ -11,6 +11,7 @@ from msgspec.structs import astuple
 from performances import performance
 
 from tailrace.deployments.channel import frames
+from tailrace.deployments.channel.codec import Codec
 from tailrace.deployments.channel.frames import Abort, BadFrame, Cause, ChunkEnded, ChunkFailure, Pulse, Report, Start
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
@@ -126,3 +127,13 @@ def test_a_changed_byte_is_refused_or_gives_a_message(place, byte, message):
             assert isinstance(frames.decode(one), frames.Message)
         except BadFrame as refusal:
             assert "\n" not in str(refusal)
+
+
+def test_a_value_of_no_known_type_is_carried_neither_way():
+    with pytest.raises(TypeError, match=r"^object is not carried by a socket$"):
+        frames.encode(Start(object()))
+    kind = Codec(complex)
+    with pytest.raises(TypeError, match=r"^complex is not carried by a socket$"):
+        kind.encode(1j)
+    with pytest.raises(ValueError, match="complex is not carried by a socket"):
+        kind.decode(msgpack.encode([0.0, 1.0]))

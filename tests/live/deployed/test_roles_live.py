@@ -1,4 +1,4 @@
-"""The doors of a live service: roles, and policies whose code the deployment does not allow."""
+"""Access to a live service: roles, and policies whose code the deployment does not allow."""
 
 import asyncio
 
