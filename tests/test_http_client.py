@@ -257,16 +257,16 @@ def test_a_bound_counts_from_the_first_break_of_its_kind():
     """A service that was away for minutes may then, while it starts, answer in another form for a minute."""
 
     async def story() -> None:
-        patience, loop = resume.Patience(10.0), asyncio.get_running_loop()
+        retries, loop = resume.Retries(10.0), asyncio.get_running_loop()
         while loop.time() < 5.0:
-            await patience.wait(resume.Interrupted(ConnectionError("refused")))
+            await retries.wait(resume.Interrupted(ConnectionError("refused")))
         with pytest.raises(ConnectionError, match="a page"):
             while True:
-                await patience.wait(resume.Interrupted(ConnectionError("a page"), 1.0))
+                await retries.wait(resume.Interrupted(ConnectionError("a page"), 1.0))
         assert loop.time() == pytest.approx(6.0, abs=0.01)
         with pytest.raises(ConnectionError, match="refused"):
             while True:
-                await patience.wait(resume.Interrupted(ConnectionError("refused")))
+                await retries.wait(resume.Interrupted(ConnectionError("refused")))
         assert loop.time() == pytest.approx(10.0, abs=0.01)
 
     VirtualLoop().run_until_complete(story())

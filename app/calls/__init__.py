@@ -1,1 +1,1 @@
-"""`RolloutClient` and its parts: batches, single samples, what it has loaded, refusals, and survival of a lost service."""
+"""`RolloutClient` and its parts: batches, single samples, what it has loaded, refusals, survival of a lost service."""

@@ -11,7 +11,7 @@ from tailrace.app.calls.connection import Connection
 from tailrace.app.calls.own_loads import READER_S, OwnLoads
 from tailrace.app.calls.refused import RolloutRejected
 from tailrace.app.calls.result_texts import ResultTexts
-from tailrace.app.calls.resume import Heartbeat, Interrupted, Taken, interrupted_by_loss
+from tailrace.app.calls.resume import Heartbeat, Interrupted, ReceivedGroups, interrupted_by_loss
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch
 
 
@@ -26,23 +26,23 @@ class BatchStreams:
         """Yields the groups of a batch as they finish, over as many streams as that takes."""
         have: list[str] = []
         resumed = False
-        patience, driver = self._connection.patience(), uuid4().hex
-        taken = Taken(lambda count: self._connection.send("renew", batch.batch_id, driver, count))
-        heartbeat = self._heartbeat(taken.send)
+        retries, driver = self._connection.retries(), uuid4().hex
+        received = ReceivedGroups(lambda count: self._connection.send("renew", batch.batch_id, driver, count))
+        heartbeat = self._heartbeat(received.send)
         try:
             while len(have) < len(batch.groups):
                 try:
                     async with aclosing(self._stream(batch, driver, have, resumed)) as groups:
                         async for group in groups:
                             have.append(group.prompt_id)
-                            patience.renew()
+                            retries.renew()
                             yield group
-                            taken.add(group)
+                            received.add(group)
                     if len(have) < len(batch.groups):
                         raise Interrupted(RolloutRejected("the stream ended before all groups had come"), READER_S)
                 except Interrupted as lost:
                     resumed = True
-                    await patience.wait(lost)
+                    await retries.wait(lost)
         finally:
             heartbeat.stop()
 

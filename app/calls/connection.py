@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 
 from tailrace.app.calls.refused import accepted
-from tailrace.app.calls.resume import Interrupted, Patience, interrupted_by_loss
+from tailrace.app.calls.resume import Interrupted, Retries, interrupted_by_loss
 from tailrace.deployments.messages.roles import Role
 
 
@@ -14,9 +14,9 @@ class Connection:
         self.role = role
         self._handle, self._streams, self._resume_s = handle, handle.options(stream=True), resume_s
 
-    def patience(self) -> Patience:
+    def retries(self) -> Retries:
         """Returns the limit for repetitions of one more call."""
-        return Patience(self._resume_s)
+        return Retries(self._resume_s)
 
     def send(self, method: str, *arguments):
         """Starts a call once. Returns Serve's response, which may be awaited or cancelled; its answer may be a
@@ -29,14 +29,14 @@ class Connection:
 
         Raises the error of a refusal, and Ray's error once `resume_s` have passed.
         """
-        patience = self.patience()
+        retries = self.retries()
         while True:
             try:
                 with interrupted_by_loss():
                     answer = await self.send(method, *arguments)
                 return accepted(answer, method)
             except Interrupted as lost:
-                await patience.wait(lost)
+                await retries.wait(lost)
 
     async def stream(self, method: str, *arguments) -> AsyncIterator:
         """Yields the items of one stream, refusals among them. Closing the iterator ends the stream there, too."""

@@ -1,4 +1,4 @@
-"""Parts of a client that survives the coordinator's loss: heartbeat, patience, and the errors that mean a loss."""
+"""Parts of a client that survives the coordinator's loss: heartbeat, retries, and the errors that mean a loss."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ class Heartbeat:
                 self._beat()
 
 
-class Taken:
+class ReceivedGroups:
     """Counts the groups that the caller has received. `send`: sends their number, without waiting for an answer."""
 
     def __init__(self, send: Callable[[int], object]):
@@ -58,7 +58,7 @@ class Interrupted(Exception):
         self.cause, self.for_s, self.pause_s = cause, for_s, pause_s
 
 
-class Patience:
+class Retries:
     """Limit of the repetition of a call: up to `resume_s` seconds since the last progress."""
 
     def __init__(self, resume_s: float):

@@ -20,13 +20,13 @@ class SingleSamples:
 
     async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer:
         """Generates one sample. Cancelling the call ends the sample."""
-        patience, resumed = self._connection.patience(), False
+        retries, resumed = self._connection.retries(), False
         while True:
             try:
                 return await self._generate_once(settings, request, resumed)
             except Interrupted as lost:
                 resumed = True
-                await patience.wait(lost)
+                await retries.wait(lost)
 
     async def _generate_once(self, settings: BatchSettings, request: SampleRequest, resumed: bool) -> SampleAnswer:
         sent = self._loads.demanding(settings)
@@ -43,7 +43,7 @@ class SingleSamples:
 
     async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
         """Yields one sample as its chunks end. Closing the iterator ends the sample."""
-        patience, given, is_begun, is_whole = self._connection.patience(), [], False, False
+        retries, given, is_begun, is_whole = self._connection.retries(), [], False, False
         while not is_whole:
             try:
                 async with aclosing(self._stream_once(settings, request, is_begun)) as items:
@@ -52,13 +52,13 @@ class SingleSamples:
                         if part.token_ids or part.answer or not is_begun:
                             is_begun = True
                             given += part.token_ids
-                            patience.renew()
+                            retries.renew()
                             yield part
                         is_whole = part.answer is not None  # the call itself ends after it, without a cancel
                 if not is_whole:
                     raise Interrupted(StreamBroken("the stream ended before the sample"))
             except Interrupted as lost:
-                await patience.wait(lost)
+                await retries.wait(lost)
 
     async def _stream_once(
         self, settings: BatchSettings, request: SampleRequest, resumed: bool

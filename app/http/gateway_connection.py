@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import httpx
 
-from tailrace.app.calls.resume import Interrupted, Patience
+from tailrace.app.calls.resume import Interrupted, Retries
 from tailrace.app.http.connections import Connections
 from tailrace.app.http.refused import LOST, error_of, lost
 
@@ -22,22 +22,22 @@ class GatewayConnection:
         """Closes all sockets, and with them the requests on them."""
         self._connections.close()
 
-    async def patiently(self, call: Callable[..., Awaitable[Answer]], *arguments) -> Answer:
+    async def repeated(self, call: Callable[..., Awaitable[Answer]], *arguments) -> Answer:
         """Returns the result of a call, which is repeated while it raises Interrupted."""
-        patience = Patience(self._resume_s)
+        retries = Retries(self._resume_s)
         while True:
             try:
                 return await call(*arguments)
             except Interrupted as broken:
-                await patience.wait(broken)
+                await retries.wait(broken)
 
     async def ask(self, method: str, path: str, body: dict | None = None) -> dict:
         """Returns the JSON of an answer, however often that has to be requested. Raises as `once` does."""
-        return await self.patiently(self.once, method, path, body)
+        return await self.repeated(self.once, method, path, body)
 
     async def tell(self, path: str, body: dict) -> None:
         """Sends a request whose answer is a text, however often that takes. Raises as `once` does."""
-        await self.patiently(self._answer, "POST", path, body, {})
+        await self.repeated(self._answer, "POST", path, body, {})
 
     async def once(self, method: str, path: str, body: dict | None, headers: dict[str, bytes] | None = None) -> dict:
         """Returns the JSON of an answer. Raises the error of a refusal, Interrupted if the request may be repeated."""

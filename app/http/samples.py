@@ -66,7 +66,7 @@ class GatewaySamples:
         by itself.
         """
         try:
-            return await self._connection.patiently(self._answers, settings, group, index, count, turn, hold_s)
+            return await self._connection.repeated(self._answers, settings, group, index, count, turn, hold_s)
         except GivenUp as error:
             if count == 1:
                 return [bodies.failed_answer(settings, group, index, str(error))]

@@ -22,7 +22,7 @@ from tailrace.app.calls.refused import (
     WeightsRejected,
 )
 from tailrace.app.calls.result_texts import ResultTexts
-from tailrace.app.calls.resume import PAUSE_S, Heartbeat, Interrupted, Patience, Taken
+from tailrace.app.calls.resume import PAUSE_S, Heartbeat, Interrupted, ReceivedGroups, Retries
 from tailrace.deployments.batches import prompts
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.delivery import ACKNOWLEDGE_BYTES
@@ -149,24 +149,24 @@ def test_an_error_of_the_call_itself_is_not_tried_again():
 def test_patience_begins_anew_with_progress_and_each_bound_has_its_own():
     async def story():
         loop, broken = asyncio.get_running_loop(), Interrupted(ValueError("quota"))
-        patience = Patience(10.0)
+        retries = Retries(10.0)
         began_s = loop.time()
         for _ in range(4):
-            await patience.wait(broken)
-        patience.renew()
+            await retries.wait(broken)
+        retries.renew()
         assert loop.time() - began_s == pytest.approx(3.0)
-        await patience.wait(Interrupted(ValueError("paused"), pause_s=2.5))
+        await retries.wait(Interrupted(ValueError("paused"), pause_s=2.5))
         assert loop.time() - began_s == pytest.approx(5.5), "the longer of both pauses"
-        patience.renew()
+        retries.renew()
         reader = Interrupted(RolloutRejected("another reader"), for_s=1.0)
         with pytest.raises(RolloutRejected):
             for _ in range(9):
-                await patience.wait(reader)
+                await retries.wait(reader)
         for _ in range(3):
-            await patience.wait(broken)  # its bound is another
+            await retries.wait(broken)  # its bound is another
         with pytest.raises(ValueError, match="quota"):
             for _ in range(9):
-                await patience.wait(broken)
+                await retries.wait(broken)
         assert PAUSE_S == (0.2, 5.0) and str(reader) == "another reader"
 
     run(story())
@@ -180,21 +180,21 @@ def test_the_number_of_taken_groups_goes_out_by_bytes_and_a_lost_one_later():
         if fails:
             raise fails.pop()
 
-    taken = Taken(send)
+    received = ReceivedGroups(send)
     tokens = ACKNOWLEDGE_BYTES // 8
     small = SimpleNamespace(samples=(), prompt_token_ids=())
     large = SimpleNamespace(samples=(), prompt_token_ids=range(tokens))  # four bytes each
     for group in (small, large, small, large, small, large):
-        taken.add(group)
+        received.add(group)
     assert sent == [4]
     fails.append(Lost())
-    taken.add(large)
-    taken.send()
-    assert sent == [4, 7, 7] and taken.count == 7
+    received.add(large)
+    received.send()
+    assert sent == [4, 7, 7] and received.count == 7
     fails.append(KeyError("a defect"))
-    taken.add(large)
+    received.add(large)
     with pytest.raises(KeyError):
-        taken.add(large)
+        received.add(large)
 
 
 def test_a_heart_beats_on_a_thread_of_its_own_until_it_is_stopped(monkeypatch):
