@@ -31,7 +31,7 @@ from tailrace.app.calls.session import RolloutSession, new_session
 from tailrace.app.calls.single_samples import SingleSamples
 from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.messages.roles import Role, refusal
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsCheck, WeightsLoaded
 from tailrace.deployments.messages.status import (
     BatchLog,
@@ -177,9 +177,7 @@ class RolloutClient:
         """
         from tailrace.deployments.staging.keeper import keep_slots
 
-        role = self._connection.role
-        if not role.includes(Role.TRAINER):
-            raise PermissionError(f"own_slots needs role trainer, and this client is {role.value}")
+        accepted(refusal(self._connection.role, Role.TRAINER, "own_slots"), "own_slots")
         await asyncio.to_thread(keep_slots, self._slots_name(), self.app_name)
         return self._slots_name()
 

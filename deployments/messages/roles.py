@@ -23,6 +23,14 @@ class Role(StrEnum):
         return list(Role).index(self) >= list(Role).index(other)
 
 
+def refusal(role: Role, needed: Role, call: str) -> Rejected | None:
+    """Returns the refusal of a call by a role without its right, or None."""
+    if role.includes(needed):
+        return None
+    reason = f"{call} needs role {needed.value}, and this client is {role.value}"
+    return Rejected(reason=reason, by=RejectedBy.ROLE)
+
+
 def admits(needed: Role) -> Callable:
     """Decorates a method at the ingress. The caller's role becomes its first argument; a refusal is returned as its
     answer.
@@ -31,17 +39,11 @@ def admits(needed: Role) -> Callable:
     """
 
     def decorate(method: Callable) -> Callable:
-        def refusal(role: Role) -> Rejected | None:
-            if Role(role).includes(needed):
-                return None
-            reason = f"{method.__name__} needs role {needed.value}, and this client is {Role(role).value}"
-            return Rejected(reason=reason, by=RejectedBy.ROLE)
-
         if isasyncgenfunction(method):
 
             @wraps(method)
             async def admitted(self, role: Role, *arguments):
-                if (refused := refusal(role)) is not None:
+                if (refused := refusal(Role(role), needed, method.__name__)) is not None:
                     yield refused
                     return
                 items = method(self, *arguments)
@@ -55,7 +57,7 @@ def admits(needed: Role) -> Callable:
 
             @wraps(method)
             async def admitted(self, role: Role, *arguments):
-                refused = refusal(role)
+                refused = refusal(Role(role), needed, method.__name__)
                 return await method(self, *arguments) if refused is None else refused
 
         admitted.needs = needed
