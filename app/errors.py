@@ -10,7 +10,7 @@ import click
 
 EXTRAS = {
     "ray": "cpu", "vllm": "cpu", "torch": "cpu", "mooncake": "cpu", "transformers": "cpu", "tokenizers": "cpu",
-    "safetensors": "cpu", "numba": "cpu", "llvmlite": "cpu", "jinja2": "cpu", "zmq": "cpu", "msgpack": "cpu",
+    "safetensors": "cpu", "numba": "cpu", "llvmlite": "cpu", "jinja2": "cpu", "zmq": "cpu", "msgspec": "cpu",
     "prometheus_client": "cpu", "matplotlib": "bench", "arctic_inference": "bench",
     "trl": "train", "datasets": "train", "reasoning_gym": "train", "pebble": "train",
 }  # fmt: skip

@@ -7,13 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
-    from tailrace.app.calls.refused import AdapterRejected, UnknownAdapter
+    from tailrace.app.calls.client import RolloutClient
+    from tailrace.app.calls.refused import AdapterRejected, RolloutRejected, UnknownAdapter, WeightsRejected
     from tailrace.app.cluster import connect
     from tailrace.app.trl.async_rollouts import AsyncRollouts
     from tailrace.app.trl.async_weights import AsyncWeights
     from tailrace.app.trl.generation import attach
-    from tailrace.app.trl.rollout_function import rollout_function
     from tailrace.app.weights.saved import saved_weights
     from tailrace.deployments.messages.rollout import (
         ChatMessage,
@@ -29,13 +28,12 @@ _HOMES = {
     "AsyncWeights": "tailrace.app.trl.async_weights",
     "attach": "tailrace.app.trl.generation",
     "connect": "tailrace.app.cluster",
-    "rollout_function": "tailrace.app.trl.rollout_function",
     "saved_weights": "tailrace.app.weights.saved",
     "AdapterRejected": "tailrace.app.calls.refused",
     "UnknownAdapter": "tailrace.app.calls.refused",
     "RolloutClient": "tailrace.app.calls.client",
-    "RolloutRejected": "tailrace.app.calls.client",
-    "WeightsRejected": "tailrace.app.calls.client",
+    "RolloutRejected": "tailrace.app.calls.refused",
+    "WeightsRejected": "tailrace.app.calls.refused",
     "ChatMessage": "tailrace.deployments.messages.rollout",
     "GroupResult": "tailrace.deployments.messages.rollout",
     "PromptGroup": "tailrace.deployments.messages.rollout",
@@ -60,12 +58,13 @@ __all__ = [
     "WeightsRejected",
     "attach",
     "connect",
-    "rollout_function",
     "saved_weights",
 ]
 
 
 def __getattr__(name: str):
+    if name == "rollout_function":
+        raise AttributeError("tailrace.rollout_function is gone: write tailrace.attach(trainer, client) instead")
     if name not in _HOMES:
         raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
-from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.batches.records import GroupRecord, SampleRecord
 from tailrace.deployments.engine.adapters import Adapters
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest

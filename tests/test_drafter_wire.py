@@ -2,19 +2,19 @@
 
 import contextlib
 
-import msgpack
 import numpy as np
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack, structs
 
 from tailrace.deployments.channel.encrypted import Address, listen
 from tailrace.deployments.drafter.client import Drafters, rank
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.lines import end_of, remaining
 from tailrace.deployments.drafter.server import say
-from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stepped, Stop, Unknown, decode, encode
+from tailrace.deployments.drafter.wire import MAX_TOKENS, Confirm, Guess, Open, Stepped, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import GroupRef, Source
 from tailrace.deployments.messages.drafts import DraftPlan
@@ -27,21 +27,39 @@ CONTEXT = np.arange(100, 110, dtype=np.int32)
 WISH = Open("s", 2**64 - 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, CONTEXT)
 
 
+@pytest.mark.parametrize("tokens", [CONTEXT.astype(np.int64), np.broadcast_to(np.int32(1), MAX_TOKENS + 1)])
+def test_a_context_of_another_type_or_beyond_every_model_is_refused(tokens):
+    with pytest.raises(ValueError, match=r"^tokens: "):
+        structs.replace(WISH, tokens=tokens)
+
+
 def test_every_message_comes_through():
     others = [Confirm("s", 10, [1, 2]), Stop("s"), Guess("s", 12, [], 0, 0), Unknown("s"), Stepped(4, 900)]
     wish, *rest = decode(encode([WISH, *others]))
     assert rest == others
-    assert wish[:-1] == WISH[:-1]
+    assert structs.astuple(wish)[:-1] == structs.astuple(WISH)[:-1] and wish.terms == WISH.terms
     np.testing.assert_array_equal(wish.tokens, CONTEXT)
 
 
 @pytest.mark.parametrize(
     "said",
-    [5, [5], [[9, "s"]], [[-1, "s"]], [[1, "s", 3]], [[1, "s", "3", []]], [[1, "s", 3, ["x"]]], [[0, "s"]], [[]]],
+    [
+        5,
+        [5],
+        [["Other", "s"]],
+        [[1, "s", 3, []]],
+        [["Confirm", "s", 3]],
+        [["Confirm", "s", "3", []]],
+        [["Confirm", "s", 3, ["x"]]],
+        [["Confirm", "s", 3, [], 0]],
+        [["Open", "s"]],
+        [[]],
+        *([["Open", *structs.astuple(WISH)[:-1], tokens]] for tokens in ([1, b"1234"], [9, b""], [0, b"123"], b"1234")),
+    ],
 )
 def test_anything_else_is_refused(said):
     with pytest.raises(ValueError, match="not a frame of drafting messages"):
-        decode(msgpack.packb(said))
+        decode(msgpack.encode(said))
 
 
 @given(st.binary(max_size=60))

@@ -87,6 +87,55 @@ def test_constructors_with_many_fields_are_called_by_keyword():
     assert offences(EVERY, lambda name: crowded_calls(tree_of(name))) == {}
 
 
+def defined_names(node: ast.ClassDef) -> set[str]:
+    """The attributes that a class itself has: its methods, fields and what its methods assign to `self`."""
+    found = {one.attr for one in nodes_of(node) if is_own(one) and isinstance(one.ctx, ast.Store)}
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(one.name)
+        for target in getattr(one, "targets", [getattr(one, "target", None)]):
+            found |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)} if target else set()
+    return found
+
+
+def is_own(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def borrowed(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Attributes of `self` that neither the class nor its bases define; none if a base is not among `classes`."""
+    known, bases = defined_names(node), [ast.unparse(base).partition("[")[0] for base in node.bases]
+    while bases:
+        name = bases.pop()
+        if name in ("Generic", "Protocol"):
+            continue
+        if name not in classes:
+            return set()
+        known |= defined_names(classes[name])
+        bases += [ast.unparse(base).partition("[")[0] for base in classes[name].bases]
+    used = {one.attr for one in nodes_of(node) if is_own(one)}
+    return {name for name in used - known if not name.startswith("__")}
+
+
+def test_no_class_uses_attributes_that_another_class_is_expected_to_have():
+    """A part is an object with what it needs. `ExactWorker` alone is mixed into one of vLLM's workers."""
+    classes = {each.name: each for name in EVERY for each in nodes_of(tree_of(name)) if isinstance(each, ast.ClassDef)}
+    assert {name for name, each in classes.items() if borrowed(each, classes)} == {"ExactWorker"}
+
+
+def test_a_borrowed_attribute_is_found():
+    source = """
+class Part:
+    def ask(self): return self._handle, self.role
+class Whole(Part):
+    role: str
+    def __init__(self): self._handle = 1
+    def all(self): return self.ask()
+"""
+    classes = {each.name: each for each in ast.parse(source).body}
+    assert borrowed(classes["Part"], classes) == {"_handle", "role"} and not borrowed(classes["Whole"], classes)
+
+
 def test_nothing_listens_on_every_interface():
     """A rollout service runs code for whoever reaches it; the address to listen on is named, and local by default."""
     assert offences([*EVERY, *CONFIGURATION], lambda name: "0.0.0.0" in text_of(name)) == {}

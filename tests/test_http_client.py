@@ -22,11 +22,14 @@ from tailrace.app.calls.refused import (
     UnknownAdapter,
     WeightsRejected,
 )
+from tailrace.app.calls.session import SampleCalls
+from tailrace.app.calls.single_samples import SingleSamples
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.doors import error_body
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
+from tailrace.app.http.samples import GatewaySamples
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 from tailrace.http import Client
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
@@ -147,11 +150,13 @@ sys.exit(f"loads {found}" if found else 0)
 
 def test_every_call_has_a_blocking_twin_and_the_arguments_of_rollout_client():
     calls = {name for name, member in inspect.getmembers(Client, is_call) if name[0] != "_"}
-    assert {"rollout", "generate", "update_weights", "weight_info", "server_info", "tokenize"} <= calls
+    assert {"rollout", "update_weights", "weight_info", "server_info", "tokenize"} <= calls
     assert all(hasattr(Client, f"{name}_blocking") for name in calls)
-    same = ("open", "rollout", "generate", "cancel_samples", "close_session")
-    for name in (*same, "load_adapter", "unload_adapter", "adapters"):
+    for name in ("open", "rollout", "load_adapter", "unload_adapter", "adapters"):
         assert inspect.signature(getattr(Client, name)) == inspect.signature(getattr(RolloutClient, name))
+    for name in ("generate", "stream", "cancel", "close"):
+        ours, theirs = (getattr(kind, name) for kind in (GatewaySamples, SingleSamples))
+        assert inspect.signature(ours) == inspect.signature(theirs) == inspect.signature(getattr(SampleCalls, name))
     ours, theirs = (inspect.signature(one.update_weights).parameters for one in (Client, RolloutClient))
     assert list(ours) == [name for name in theirs if name != "digest"]  # no route takes it
 
@@ -252,16 +257,16 @@ def test_a_bound_counts_from_the_first_break_of_its_kind():
     """A service that was away for minutes may then, while it starts, answer in another form for a minute."""
 
     async def story() -> None:
-        patience, loop = resume.Patience(10.0), asyncio.get_running_loop()
+        retries, loop = resume.Retries(10.0), asyncio.get_running_loop()
         while loop.time() < 5.0:
-            await patience.wait(resume.Interrupted(ConnectionError("refused")))
+            await retries.wait(resume.Interrupted(ConnectionError("refused")))
         with pytest.raises(ConnectionError, match="a page"):
             while True:
-                await patience.wait(resume.Interrupted(ConnectionError("a page"), 1.0))
+                await retries.wait(resume.Interrupted(ConnectionError("a page"), 1.0))
         assert loop.time() == pytest.approx(6.0, abs=0.01)
         with pytest.raises(ConnectionError, match="refused"):
             while True:
-                await patience.wait(resume.Interrupted(ConnectionError("refused")))
+                await retries.wait(resume.Interrupted(ConnectionError("refused")))
         assert loop.time() == pytest.approx(10.0, abs=0.01)
 
     VirtualLoop().run_until_complete(story())

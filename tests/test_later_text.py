@@ -7,12 +7,12 @@ import pickle
 
 import numpy as np
 import pytest
-from test_ledger import Words, chunk, record
+from test_sample_records import Words, chunk, record
 
 from tailrace.app.calls.result_texts import ResultTexts
 from tailrace.deployments.batches.answer_text import text_of
-from tailrace.deployments.batches.ledger import GroupRecord
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.batches.tokenizer_files import name_of_tokenizer, tokenizer_files
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult
 from tailrace.policies.protocol.actions import SampleEnd

@@ -241,7 +241,7 @@ def test_a_line_heals_after_its_connection_has_broken(monkeypatch):
         send = socket.send
         socket.send = frames.append  # nothing arrives
         call = asyncio.ensure_future(setting.lines.run("r1", CHUNK))
-        while not any(frame[16:17] == b"\x03" for frame in frames):  # the chunk's end
+        while not any(b"ChunkEnded" in frame for frame in frames):
             await asyncio.sleep(0.01)
         socket.send = send
         assert (await asyncio.wait_for(call, 15)).chunk_id == CHUNK.chunk_id

@@ -6,10 +6,10 @@ import warnings
 from pathlib import Path
 from random import Random
 
-import msgpack
 import numpy as np
 import pytest
 import yaml
+from msgspec import msgpack
 from parser_mutations import json_lines, mutated_bytes, mutated_value
 
 from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, load_config
@@ -61,7 +61,8 @@ SIMULATED = {
     "systems": {"verl": [{"seed": 0, "makespan_s": 1.0, "tail_s": 0.5, "tokens": 10}]},
 }  # fmt: skip
 JOURNAL = gzip.decompress((Path(__file__).parent / "data" / "journal.jsonl.gz").read_bytes()).splitlines()[:40]
-FRAME = [[0, ["s", 1, [1, 2, 3], 4, 0.5]], [1, ["s", 2, [4]]], [2, ["s"]]]
+OPEN = ["Open", "s", 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, [0, bytes(12)]]
+FRAME = [OPEN, ["Confirm", "s", 2, [4]], ["Stop", "s"], ["Guess", "s", 3, [1, 2], 4, 2]]
 
 
 def yaml_of(path: Path, rng: Random) -> bytes:
@@ -82,9 +83,9 @@ def journal(rng: Random) -> bytes:
 
 def frame(rng: Random) -> bytes:
     try:
-        whole = msgpack.packb(mutated_value(FRAME, rng))
+        whole = msgpack.encode(mutated_value(FRAME, rng))
     except (OverflowError, UnicodeEncodeError):
-        whole = msgpack.packb(FRAME)
+        whole = msgpack.encode(FRAME)
     return mutated_bytes(whole, rng) if rng.random() < 0.7 else whole
 
 

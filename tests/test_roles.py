@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.app.calls.client import PoliciesRejected, RolloutClient
-from tailrace.deployments.messages.roles import NotAdmitted, Role, admits
-from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import PoliciesRejected
+from tailrace.deployments.messages.roles import Role, admits
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
@@ -41,6 +42,10 @@ def public_methods() -> dict[str, list[str]]:
 def test_every_call_of_the_coordinator_names_the_role_it_needs():
     needed = {name: [f"admits(Role.{role.name})"] for role, names in RIGHTS.items() for name in names}
     assert public_methods() == needed | {name: [] for name in SERVES_OWN}
+
+
+def not_admitted(reason: str) -> Rejected:
+    return Rejected(reason=reason, by=RejectedBy.ROLE)
 
 
 class Ingress:
@@ -76,7 +81,7 @@ def test_a_call_is_done_only_if_the_role_includes_it(role):
     if role is Role.TRAINER:
         assert answer == 3 and ingress.done == [3]
     else:
-        assert answer == NotAdmitted(f"write needs role trainer, and this client is {role.value}")
+        assert answer == not_admitted(f"write needs role trainer, and this client is {role.value}")
         assert ingress.done == []
 
 
@@ -85,7 +90,7 @@ def test_a_stream_yields_its_items_or_the_refusal_alone(role):
     ingress = Ingress()
     items = asyncio.run(all_of(ingress.read(role, 2)))
     if role is Role.OBSERVER:
-        assert items == [NotAdmitted("read needs role evaluator, and this client is observer")] and not ingress.done
+        assert items == [not_admitted("read needs role evaluator, and this client is observer")] and not ingress.done
     else:
         assert items == [0, 1] and ingress.closed
 
@@ -163,8 +168,8 @@ class Items:
 
 
 def test_a_refusal_is_a_permission_error_of_one_line(monkeypatch):
-    monkeypatch.setattr("tailrace.app.calls.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
-    refused = NotAdmitted("cancel needs role trainer, and this client is observer")
+    monkeypatch.setattr("tailrace.app.calls.resume.lost_service", lambda: (ConnectionError,))  # without Ray's own
+    refused = not_admitted("cancel needs role trainer, and this client is observer")
     client = RolloutClient(handle=Handle({"cancel": refused, "rollout": [refused], "replica_changes": [refused]}),
                            role="observer")  # fmt: skip
     with pytest.raises(PermissionError, match=f"^{refused.reason}$"):
@@ -213,7 +218,7 @@ BEATS: list[Beats] = []
 
 
 def test_a_client_that_wants_a_journal_gives_signs_of_life_until_it_takes_it(monkeypatch):
-    monkeypatch.setattr("tailrace.app.calls.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
+    monkeypatch.setattr("tailrace.app.calls.resume.lost_service", lambda: (ConnectionError,))  # without Ray's own
     BEATS.clear()
     handle = Handle({})
     client = RolloutClient(handle=handle, heartbeat=Beats)

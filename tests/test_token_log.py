@@ -10,10 +10,10 @@ import pytest
 from tailrace.deployments.batches import token_log
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.deliveries import Delivery
-from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.batches.token_log import MAX_AGE_S, TokenLog, unlogged
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats

@@ -1,1 +1,1 @@
-"""Parts of `RolloutClient`: its kinds of calls, their blocking twins, and how they survive the coordinator's loss."""
+"""`RolloutClient` and its parts: batches, single samples, what it has loaded, refusals, survival of a lost service."""

@@ -2,51 +2,61 @@
 
     async for group in client.rollout(batch): ...        or        for group in client.rollout_blocking(batch): ...
     answer = await client.open(seed=7).generate(text=...)        single samples, see `app.calls.session`
+    await client.send_weights(7, model.named_parameters())       or stage_weights, then commit_weights
 
 Groups come as they finish. Closing the iterator cancels the batch, and so does a driver that is gone for a minute.
 Every call has a blocking twin, `NAME_blocking`. Raises RolloutRejected if the service refuses the batch, Ray's errors
 if the service itself stays lost, and PermissionError if the client's role has no right to the call.
+
+Invariant: an update of the weights that is refused or breaks off leaves the service under its former weights.
 """
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from uuid import uuid4
+from functools import partial
 
-from opentelemetry.trace import SpanKind
-
-from tailrace.app.calls.adapter_calls import AdapterCalls
+from tailrace.app.calls.batch_streams import BatchStreams
 from tailrace.app.calls.blocking import blocking, blocking_iterator
+from tailrace.app.calls.connection import Connection
+from tailrace.app.calls.driver_spans import DriverSpans
 from tailrace.app.calls.otlp import otlp_wanted
-from tailrace.app.calls.refused import (
-    PoliciesRejected,
-    QuotaExceeded,
-    RolloutRejected,
-    TooLargeForQuota,
-    UnknownAdapter,
-    WeightsRejected,
-)
-from tailrace.app.calls.result_texts import ResultTexts
-from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
-from tailrace.app.calls.session_calls import SessionCalls
-from tailrace.app.calls.status_calls import StatusCalls
-from tailrace.app.calls.weights_calls import WeightsCalls
+from tailrace.app.calls.own_adapters import CoordinatorAdapters, OwnAdapters
+from tailrace.app.calls.own_loads import OwnLoads
+from tailrace.app.calls.own_weights import OwnWeights
+from tailrace.app.calls.refused import accepted
+from tailrace.app.calls.resume import Heartbeat
+from tailrace.app.calls.session import RolloutSession, new_session
+from tailrace.app.calls.single_samples import SingleSamples
+from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.roles import NotAdmitted, Role
-from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
-from tailrace.deployments.messages.status import PoolView, ReplicasChanged
-from tailrace.deployments.telemetry import MAX_TRACES, Telemetry, traceparent
+from tailrace.deployments.messages.roles import Role, refusal
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsCheck, WeightsLoaded
+from tailrace.deployments.messages.status import (
+    BatchLog,
+    PoolView,
+    ReplicasChanged,
+    SampleDetail,
+    SampleLog,
+    SampleStatus,
+    ServiceStatus,
+)
+from tailrace.deployments.staging.slots import Slots, memory_source, service_name
+from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 
-READER_S = 20.0
-"""Seconds for which a batch id that another driver reads is requested again: that driver may be gone."""
+SLEEPING_PARTS = ("weights", "kv_cache")
+"""Parts of an engine's memory that a sleeping service gives back."""
 
 
-class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
+class RolloutClient:
     """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
     `resume_s`: seconds for which a call waits for a lost coordinator; then it raises Ray's error. `role`: a trainer may
     do everything; an evaluator may roll out and read the status; an observer may read the status alone. `handle`: the
-    application's handle, if available; then its name does not count.
+    application's handle, if available; then its name does not count. `samples`: single samples by their messages, which
+    sessions and the gateway request.
     """
 
     def __init__(
@@ -58,20 +68,21 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         heartbeat: type[Heartbeat] = Heartbeat,
         role: Role | str = Role.TRAINER,
     ):
-        self._role = Role(role)
         if handle is None:
             from ray import serve
 
             handle = serve.get_app_handle(app_name)
-        self._handle, self._resume_s, self._heartbeat = handle, resume_s, heartbeat
-        self._app_name = app_name
+        self.app_name, self._heartbeat = app_name, heartbeat
+        self._connection = connection = Connection(handle, Role(role), resume_s)
+        self._weights = OwnWeights(partial(connection.ask, "update_weights"))
+        self._adapters = OwnAdapters(CoordinatorAdapters(connection))
+        loads = OwnLoads(self._weights, self._adapters)
+        self._batches = BatchStreams(connection, loads, heartbeat)
+        self.samples = SingleSamples(connection, loads)
+        self._spans = DriverSpans(telemetry or Telemetry("tailrace-driver", otlp_wanted()))
         self._journaling: Heartbeat | None = None
-        self._stream = self._handle.options(stream=True)
-        self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
-        self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
-        self._weights: tuple[int, str, str] | None = None  # version, folder and digest of this client's last update
-        self._adapters: dict[str, Adapter] = {}
-        self._texts = ResultTexts(self._ask)
+
+    # ---- batches and samples -----------------------------------------------------------------------------
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
         """Rolls out a batch. Yields each group as it finishes, in any order.
@@ -79,96 +90,55 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         Continues after the coordinator was lost: missing groups are made again, with the same tokens. A batch is never
         rolled out under a lower weights version than this client's last update.
         """
-        attributes = {"id": batch.batch_id, "groups": len(batch.groups)}
-        attributes = {f"tailrace.batch.{name}": value for name, value in attributes.items()}
-        span = self._telemetry.span(
-            "driver",
-            batch.traceparent,
-            attributes={**attributes, "tailrace.step": batch.step},
-            keep=batch.keep_trace,
-            kind=SpanKind.CLIENT,
-        )
-        if batch.keep_trace:
-            self._traces[batch.batch_id] = f"{span.get_span_context().trace_id:032x}"
-            if len(self._traces) > MAX_TRACES:
-                del self._traces[next(iter(self._traces))]
-        sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
-        have: list[str] = []
-        resumed = False
-        patience, driver = Patience(self._resume_s), uuid4().hex
-        taken = Taken(lambda count: self._handle.renew.remote(self._role, batch.batch_id, driver, count))
-        heartbeat = self._heartbeat(taken.send)
-        try:
-            while len(have) < len(batch.groups):
-                try:
-                    async with aclosing(self._groups(sent, driver, have, resumed)) as groups:
-                        async for group in groups:
-                            have.append(group.prompt_id)
-                            patience.renew()
-                            yield group
-                            taken.add(group)
-                    if len(have) < len(batch.groups):
-                        raise Interrupted(RolloutRejected("the stream ended before all groups had come"), READER_S)
-                except Interrupted as lost:
-                    resumed = True
-                    await patience.wait(lost)
-        finally:
-            heartbeat.stop()
-            span.end()
+        with self._spans.span(batch) as sent:
+            async with aclosing(self._batches.groups(sent)) as groups:
+                async for group in groups:
+                    yield group
 
     rollout_blocking = blocking_iterator(rollout)
-
-    async def _groups(
-        self, batch: RolloutBatch, driver: str, have: list[str], resumed: bool
-    ) -> AsyncIterator[GroupResult]:
-        """Yields the groups of one stream, without those in `have`. Raises Interrupted if another stream may give the
-        rest.
-
-        `driver`: names the call of `rollout` over all its streams. `resumed`: this is not its first stream, so a batch
-        that was accepted once waits for its quota.
-        """
-        version = self._weights[0] if self._weights else 0
-        lowest = {"min_weights_version": max(batch.min_weights_version, version)}
-        sent = batch.model_copy(update=lowest | {"min_adapter_versions": self._min_adapter_versions(batch)})
-        stream = self._stream.rollout.remote(self._role, sent, driver, have)
-        try:
-            async for item in stream:
-                if not isinstance(_admitted(item), Rejected):
-                    await self._texts.attach(item)
-                    yield item
-                elif item.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
-                    await self.update_weights(*self._weights)  # the service was restarted
-                    raise Interrupted(RolloutRejected(item.reason))
-                elif item.by is RejectedBy.ADAPTER:
-                    unknown = UnknownAdapter(item.reason)
-                    raise Interrupted(unknown) if await self._load_again(batch.adapters) else unknown
-                elif item.by is RejectedBy.READER:
-                    raise Interrupted(RolloutRejected(item.reason), READER_S)
-                elif item.by is RejectedBy.QUOTA:
-                    raise Interrupted(QuotaExceeded(item.reason)) if resumed else QuotaExceeded(item.reason)
-                else:
-                    raise (TooLargeForQuota if item.by is RejectedBy.SIZE else RolloutRejected)(item.reason)
-        except lost_service() as error:
-            raise Interrupted(error) from error
-        finally:
-            stream.cancel()  # else the batch would run to its end without a reader
-
-    async def _ask(self, method: str, *arguments):
-        """Calls the coordinator, again and again while it is lost: each of these calls may be repeated."""
-        patience = Patience(self._resume_s)
-        while True:
-            try:
-                return _admitted(await getattr(self._handle, method).remote(self._role, *arguments))
-            except lost_service() as error:
-                await patience.wait(Interrupted(error))
 
     async def cancel(self, batch_id: str) -> bool:
         """Ends a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in
         flight.
         """
-        return await self._ask("cancel", batch_id)
+        return await self._connection.ask("cancel", batch_id)
 
     cancel_blocking = blocking(cancel)
+
+    async def cancel_all(self) -> int:
+        """Ends every sample in flight, of all drivers, with its tokens so far. Returns their number."""
+        return await self._connection.ask("cancel_all")
+
+    cancel_all_blocking = blocking(cancel_all)
+
+    def open(self, batch_id: str | None = None, **settings) -> RolloutSession:
+        """Opens a session: single samples, requested at any time; see `tailrace.app.calls.session`.
+
+        `batch_id`: by default a new name. `settings`: those of a RolloutBatch without groups, such as `seed`, `step`,
+        `priority`, `share`. Raises ValueError for others.
+        """
+        return new_session(self.samples, batch_id, settings, self._heartbeat)
+
+    async def record_rewards(self, group: GroupResult, rewards: Mapping[int, float] | Sequence[float]) -> None:
+        """Records the rewards of a group's samples, by sample index. Drafts of later epochs follow the better answers.
+
+        Best effort: rewards are kept if the service keeps history; the call does not wait for the write.
+        """
+        known = dict(rewards) if isinstance(rewards, Mapping) else dict(enumerate(rewards))
+        await self._connection.ask("record_rewards", group.prompt_key, group.step, known)
+
+    record_rewards_blocking = blocking(record_rewards)
+
+    async def take_trace(self, batch_id: str) -> list[dict]:
+        """Returns the spans of a batch that this client rolled out with `keep_trace`: the driver's and the
+        service's.
+        """
+        trace_id, spans = self._spans.take(batch_id)
+        return spans + await self._connection.ask("take_spans", trace_id)
+
+    take_trace_blocking = blocking(take_trace)
+
+    # ---- weights -----------------------------------------------------------------------------------------
 
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
         """Loads the safetensors folder `source` on every replica. Samples in flight continue under `version`.
@@ -178,48 +148,209 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         may be repeated. `digest`: the intended content's digest, from an earlier `WeightsLoaded`; empty for any. Raises
         WeightsRejected, with the reason, if the update failed.
         """
-        answer = await self._ask("update_weights", version, source, digest)
-        if isinstance(answer, Rejected):
-            raise WeightsRejected(answer.reason)
-        if self._weights is None or version >= self._weights[0]:  # else a later update was answered before this one
-            self._weights = version, source, answer.digest
-        return answer
+        return await self._weights.update(version, source, digest)
 
     update_weights_blocking = blocking(update_weights)
 
-    async def record_rewards(self, group: GroupResult, rewards: Mapping[int, float] | Sequence[float]) -> None:
-        """Records the rewards of a group's samples, by sample index. Drafts of later epochs follow the better answers.
+    async def stage_weights(self, version: int, tensors: Tensors) -> StagedWeights:
+        """Copies tensors into this node's shared memory. They may change as soon as this returns.
 
-        Best effort: rewards are kept if the service keeps history; the call does not wait for the write.
+        `tensors`: torch or numpy tensors, by the names of a saved Hugging Face folder (`tailrace.saved_weights` returns
+        them); a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if there
+        is not enough memory or others are being staged. Staged weights are committed by `commit_weights`, or given up
+        by `drop`.
         """
-        known = dict(rewards) if isinstance(rewards, Mapping) else dict(enumerate(rewards))
-        await self._ask("record_rewards", group.prompt_key, group.step, known)
+        status = await self.status()
+        slots = Slots(self._slots_name())
+        served = status.weights_version, status.weights_digest
+        keeping = asyncio.create_task(self.own_slots())
+        try:
+            return await asyncio.to_thread(staged_in, slots, version, served, tensors)
+        finally:
+            await keeping
 
-    record_rewards_blocking = blocking(record_rewards)
+    stage_weights_blocking = blocking(stage_weights)
 
-    async def forget_history(self) -> int:
-        """Deletes the answers of all earlier epochs, on disk too. Returns their number."""
-        return await self._ask("forget_history")
+    async def own_slots(self) -> str:
+        """Returns the name of the service's slots in this node's shared memory, and starts their keeper, which ends
+        them with the service.
+        """
+        from tailrace.deployments.staging.keeper import keep_slots
 
-    forget_history_blocking = blocking(forget_history)
+        accepted(refusal(self._connection.role, Role.TRAINER, "own_slots"), "own_slots")
+        await asyncio.to_thread(keep_slots, self._slots_name(), self.app_name)
+        return self._slots_name()
 
-    async def inspect_group(self, name: str) -> dict | None:
-        """Returns the group context's entry for a group id, prompt id or prompt key, or None if it has none."""
-        return await self._ask("inspect_group", name)
+    own_slots_blocking = blocking(own_slots)
 
-    inspect_group_blocking = blocking(inspect_group)
+    def _slots_name(self) -> str:
+        import ray
 
-    async def pool_detail(self) -> PoolView | None:
-        """Returns the pool's status with the number of keys per weights version, counted for this call."""
-        return await self._ask("pool_detail")
+        return service_name(self.app_name, ray.get_runtime_context().gcs_address)
 
-    pool_detail_blocking = blocking(pool_detail)
+    async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
+        """Has every replica check and load staged weights. Samples in flight continue under them.
 
-    async def drain_pool(self) -> int | None:
-        """Empties the pool. Returns the number of removed keys, or None if the service has no pool."""
-        return await self._ask("drain_pool")
+        Replicas of other nodes, and those that start later there, pull them from the KV pool. Raises WeightsRejected,
+        with the reason, if the update failed; the former weights then stay.
+        """
+        try:
+            source = await asyncio.to_thread(staged.stage.seal)
+        finally:
+            staged.drop()  # of a sealed stage, nothing
+        loaded = await self.update_weights(staged.version, str(source), source.digest)
+        return loaded.model_copy(update={"staged_s": staged.seconds})
 
-    drain_pool_blocking = blocking(drain_pool)
+    commit_weights_blocking = blocking(commit_weights)
+
+    async def send_weights(self, version: int, tensors: Tensors) -> WeightsLoaded:
+        """Stages weights and commits them; see `stage_weights` and `commit_weights`."""
+        return await self.commit_weights(await self.stage_weights(version, tensors))
+
+    send_weights_blocking = blocking(send_weights)
+
+    async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
+        """Runs one phase of an update as vLLM's trainer engines drive it: `init`, `start`, `part`, `finish`,
+        `shutdown`.
+
+        `info`: vLLM's. Engines need `vllm_args: {weight_transfer_config: {backend: nccl}}`, or `ipc`. Returns the
+        source to give to `update_weights` after `finish`. Raises ValueError, one line; the present weights then stay.
+        """
+        return accepted(await self._connection.send("transfer_weights", phase, info), "transfer_weights")
+
+    transfer_weights_blocking = blocking(transfer_weights)
+
+    async def finish_transfer(self, version: int | None = None) -> WeightsLoaded:
+        """Runs the phase `finish`, and commits under `version`, by default the next one. Raises ValueError, one
+        line.
+        """
+        source = await self.transfer_weights("finish")
+        staged = memory_source(source)
+        return await self.update_weights(staged.version if version is None else version, source, staged.digest)
+
+    finish_transfer_blocking = blocking(finish_transfer)
+
+    async def rename_weights(self, version: str) -> WeightsLoaded:
+        """Serves the present weights under a higher number; under the present number nothing changes. Raises
+        ValueError.
+        """
+        status = await self.status()
+        if not version.isdecimal():
+            raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
+        if not status.weights_source:
+            raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
+        return await self.update_weights(int(version), status.weights_source, status.weights_digest)
+
+    rename_weights_blocking = blocking(rename_weights)
+
+    async def check_weights(self) -> WeightsCheck:
+        """Reads back the weights that every replica computes with, and compares them with their source.
+
+        Takes seconds, in which replicas make no tokens. Raises ValueError, one line, if some could not be read.
+        """
+        return await self._connection.ask("read_weights")
+
+    check_weights_blocking = blocking(check_weights)
+
+    # ---- adapters ----------------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Loads the adapter in the absolute folder `path` on every replica, under a name.
+
+        The folder has PEFT's adapter_config.json and adapter_model.safetensors. The same content again changes nothing,
+        so a call may be repeated. Another content is the next version of the name, for samples that arrive later;
+        samples in flight end with their own, so keep its folder until then. Returns its version and digest. Raises
+        AdapterRejected, with the reason; the name then keeps its content.
+        """
+        return await self._adapters.load(name, path)
+
+    load_adapter_blocking = blocking(load_adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Removes an adapter's name. Samples in flight end with it. Raises AdapterRejected if it is not loaded."""
+        await self._adapters.unload(name)
+
+    unload_adapter_blocking = blocking(unload_adapter)
+
+    async def adapters(self) -> tuple[Adapter, ...]:
+        """Returns the adapters that requests may name."""
+        return await self._adapters.served()
+
+    adapters_blocking = blocking(adapters)
+
+    # ---- pause and sleep ---------------------------------------------------------------------------------
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Pauses the service: no chunk starts until `resume`. Weights may be updated meanwhile; an update needs no
+        pause.
+
+        `mode`, as vLLM's: samples in flight wait (`keep`), end before this returns (`wait`), or end with their tokens
+        so far (`abort`). It holds for all drivers, and changes no token. A new coordinator is not paused.
+        """
+        await self._connection.ask("pause", mode)
+
+    pause_blocking = blocking(pause)
+
+    async def resume(self) -> None:
+        """Ends a pause, if there is one. Raises ValueError while the service sleeps."""
+        await self._connection.ask("resume")
+
+    resume_blocking = blocking(resume)
+
+    async def sleep(self, mode: str = "keep") -> None:
+        """Pauses, and has every engine give back the memory of weights and KV, until `wake_up`.
+
+        For trainers that share the device. Samples in flight continue after it with the same tokens (`mode`: see
+        `pause`); `status().asleep` names the parts that sleep. Raises ValueError, one line, if the weights of an engine
+        could not come back, for example because their folder has changed; the service then runs as before.
+        """
+        await self._connection.ask("sleep", mode)
+
+    sleep_blocking = blocking(sleep)
+
+    async def wake_up(self, tags: Sequence[str] = SLEEPING_PARTS) -> None:
+        """Wakes these parts of a sleeping service; it resumes with the last one.
+
+        The weights are loaded again and checked against their digest. `update_weights` loads new ones instead. Raises
+        ValueError, one line, if they do not come back; the service then stays asleep.
+        """
+        if unknown := set(tags).difference(SLEEPING_PARTS):
+            raise ValueError(f"tags: {min(unknown)!r} is not a part that sleeps; give {', '.join(SLEEPING_PARTS)}")
+        await self._connection.ask("wake_up", tuple(tags))
+
+    wake_up_blocking = blocking(wake_up)
+
+    # ---- replicas and policies ---------------------------------------------------------------------------
+
+    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
+        """Yields the number of engine replicas that are up and wanted: now, then at each change, until it is closed.
+
+        Resources of replicas given back are free for Ray once `replicas` equals `wanted`.
+        """
+        async with aclosing(self._connection.stream("replica_changes")) as changes:
+            async for change in changes:
+                yield accepted(change, "replica_changes")
+
+    replica_changes_blocking = blocking_iterator(replica_changes)
+
+    async def reserve(self, replicas: int) -> None:
+        """Requests at least `replicas` replicas until the next batch arrives.
+
+        Engines that were given back take seconds to minutes to start; a call before the step hides that time. The
+        limits of the configuration hold.
+        """
+        await self._connection.ask("reserve", replicas)
+
+    reserve_blocking = blocking(reserve)
+
+    async def reset_caches(self) -> bool:
+        """Drops the KV of ended chunks on every replica. Returns False if one keeps it, because chunks run there.
+
+        For benchmarks, between batches.
+        """
+        return await self._connection.ask("reset_caches")
+
+    reset_caches_blocking = blocking(reset_caches)
 
     async def set_policies(self, policies: Policies) -> None:
         """Switches to other policies as soon as no batch is in flight.
@@ -227,9 +358,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         They are sent by name and knobs. Raises PoliciesRejected if the service cannot make them, or may not: a policy
         of your own must be of a package in the deployment's `allowed_code`.
         """
-        answer = await self._ask("set_policies", policies.model_dump(mode="json"))
-        if isinstance(answer, Rejected):
-            raise PoliciesRejected(answer.reason)
+        await self._connection.ask("set_policies", policies.model_dump(mode="json"))
 
     set_policies_blocking = blocking(set_policies)
 
@@ -241,58 +370,93 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         """
         if self._journaling is not None:
             self._journaling.stop()
-        answer = await self._ask("journal", on)
+        answer = await self._connection.ask("journal", on)
         if on:
-            self._journaling = self._heartbeat(lambda: self._handle.renew_journal.remote(self._role))
+            self._journaling = self._heartbeat(partial(self._connection.send, "renew_journal"))
         return answer
 
     journal_blocking = blocking(journal)
 
-    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
-        """Yields the number of engine replicas that are up and wanted: now, then at each change, until it is closed.
+    # ---- history and KV pool -----------------------------------------------------------------------------
 
-        Resources of replicas given back are free for Ray once `replicas` equals `wanted`.
+    async def forget_history(self) -> int:
+        """Deletes the answers of all earlier epochs, on disk too. Returns their number."""
+        return await self._connection.ask("forget_history")
+
+    forget_history_blocking = blocking(forget_history)
+
+    async def inspect_group(self, name: str) -> dict | None:
+        """Returns the group context's entry for a group id, prompt id or prompt key, or None if it has none."""
+        return await self._connection.ask("inspect_group", name)
+
+    inspect_group_blocking = blocking(inspect_group)
+
+    async def pool_status(self) -> PoolView | None:
+        """Returns the coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""
+        return (await self.status()).pool
+
+    pool_status_blocking = blocking(pool_status)
+
+    async def pool_detail(self) -> PoolView | None:
+        """Returns the pool's status with the number of keys per weights version, counted for this call."""
+        return await self._connection.ask("pool_detail")
+
+    pool_detail_blocking = blocking(pool_detail)
+
+    async def drain_pool(self) -> int | None:
+        """Empties the pool. Returns the number of removed keys, or None if the service has no pool."""
+        return await self._connection.ask("drain_pool")
+
+    drain_pool_blocking = blocking(drain_pool)
+
+    # ---- status ------------------------------------------------------------------------------------------
+
+    async def status(self) -> ServiceStatus:
+        """Returns replicas, batches, pool and counters, as of the last replica reports."""
+        return await self._connection.ask("status")
+
+    status_blocking = blocking(status)
+
+    async def watch(self) -> AsyncIterator[dict]:
+        """Follows the service: its whole state as rows by section and name, then each time the rows that have changed.
+
+        Items have `whole`, `number`, `at_s` (unix seconds) and `sections`; a removed row is None. A slow reader gets
+        the whole state again. Ends by an error of Ray's once the coordinator is lost; call again.
         """
-        changes = self._stream.replica_changes.remote(self._role)
-        try:
-            async for change in changes:
-                yield _admitted(change)
-        finally:
-            changes.cancel()  # else the coordinator's stream never ends, and it has 20 s to end before it is killed
+        epoch, number = "", 0
+        while True:
+            async with aclosing(self._connection.stream("watch", epoch, number)) as items:
+                async for item in items:
+                    delta = json.loads(accepted(item, "watch"))
+                    epoch, number = delta["epoch"], delta["number"]
+                    yield delta
 
-    replica_changes_blocking = blocking_iterator(replica_changes)
+    watch_blocking = blocking_iterator(watch)
 
-    async def reserve(self, replicas: int) -> None:
-        """Requests at least `replicas` replicas until the next batch arrives.
+    async def longest_samples(self, count: int = 10) -> tuple[SampleStatus, ...]:
+        """Returns the longest unended samples by tokens so far, longest first: the tail as it forms."""
+        return await self._connection.ask("longest_samples", count)
 
-        Engines that were given back take seconds to minutes to start; a call before the step hides that time. The
-        limits of the configuration hold.
+    longest_samples_blocking = blocking(longest_samples)
+
+    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        """Returns chunks and text so far of an unended sample, by its id in `longest_samples`; None if it has ended."""
+        return await self._connection.ask("sample_detail", sample_id)
+
+    sample_detail_blocking = blocking(sample_detail)
+
+    async def sample_log(self, name: str) -> SampleLog | None:
+        """Returns chunks, moves, reasons and faults of a sample, by its id in the core or as BATCH/PROMPT#INDEX; None
+        if the service does not know it, or not any more.
         """
-        await self._ask("reserve", replicas)
+        return await self._connection.ask("sample_log", name)
 
-    reserve_blocking = blocking(reserve)
+    sample_log_blocking = blocking(sample_log)
 
-    async def reset_caches(self) -> bool:
-        """Drops the KV of ended chunks on every replica. Returns False if one keeps it, because chunks run there.
-
-        For benchmarks, between batches.
+    async def batch_log(self, name: str) -> BatchLog | None:
+        """Returns progress, ends, faults and samples of a batch; None if the service does not know it, or not any
+        more.
         """
-        return await self._ask("reset_caches")
+        return await self._connection.ask("batch_log", name)
 
-    reset_caches_blocking = blocking(reset_caches)
-
-    async def take_trace(self, batch_id: str) -> list[dict]:
-        """Returns the spans of a batch that this client rolled out with `keep_trace`: the driver's and the
-        service's.
-        """
-        trace_id = self._traces.pop(batch_id)
-        return self._telemetry.take(trace_id) + await self._ask("take_spans", trace_id)
-
-    take_trace_blocking = blocking(take_trace)
-
-
-def _admitted(answer):
-    """Returns the answer itself. Raises PermissionError if it is a refusal of this client's role."""
-    if isinstance(answer, NotAdmitted):
-        raise PermissionError(answer.reason)
-    return answer
+    batch_log_blocking = blocking(batch_log)

@@ -1,12 +1,9 @@
-"""Parts of a client that survives the coordinator's loss: heartbeat, patience, and the errors that mean a loss.
-
-Called by `app.calls.client`.
-"""
+"""Parts of a client that survives the coordinator's loss: heartbeat, retries, and the errors that mean a loss."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tailrace.deployments.messages.delivery import ACKNOWLEDGE_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import RENEW_S
@@ -32,7 +29,7 @@ class Heartbeat:
                 self._beat()
 
 
-class Taken:
+class ReceivedGroups:
     """Counts the groups that the caller has received. `send`: sends their number, without waiting for an answer."""
 
     def __init__(self, send: Callable[[int], object]):
@@ -61,7 +58,7 @@ class Interrupted(Exception):
         self.cause, self.for_s, self.pause_s = cause, for_s, pause_s
 
 
-class Patience:
+class Retries:
     """Limit of the repetition of a call: up to `resume_s` seconds since the last progress."""
 
     def __init__(self, resume_s: float):
@@ -99,3 +96,12 @@ def lost_service() -> tuple[type[Exception], ...]:
         DeploymentUnavailableError,
         ConnectionError,
     )
+
+
+@contextlib.contextmanager
+def interrupted_by_loss() -> Iterator[None]:
+    """Raises Interrupted in place of an error that means that the coordinator is lost."""
+    try:
+        yield
+    except lost_service() as error:
+        raise Interrupted(error) from error

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
+from uuid import uuid4
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.refused import RolloutRejected
@@ -31,8 +32,19 @@ from tailrace.deployments.messages.rollout import (
 )
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS, SampleAnswer, SampleRequest, SampleTokens
 
-if TYPE_CHECKING:  # it makes the sessions
-    from tailrace.app.calls.session_calls import SessionCalls
+
+class SampleCalls(Protocol):
+    """A service's calls for single samples. `session`: its `batch_id`."""
+
+    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer: ...
+
+    def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]: ...
+
+    async def cancel(self, session: str, group: str | None, index: int | None) -> int: ...
+
+    def renew(self, session: str) -> object: ...
+
+    async def close(self, session: str) -> bool: ...
 
 
 class Scored(NamedTuple):
@@ -50,14 +62,14 @@ class RolloutSession:
     gone.
     """
 
-    def __init__(self, calls: "SessionCalls", settings: BatchSettings, heartbeat: Callable[[Callable], object]):
+    def __init__(self, calls: SampleCalls, settings: BatchSettings, heartbeat: Callable[[Callable], object]):
         self.settings = settings
         self._calls = calls
         self._counts: Counter[str] = Counter()  # requests by group
         self._tasks: dict[asyncio.Task, None] = {}  # an ordered set
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
         self._unread = 0  # submitted samples that `samples` has not yielded
-        self._heartbeat = heartbeat(lambda: calls.renew_session(settings.batch_id))
+        self._heartbeat = heartbeat(lambda: calls.renew(settings.batch_id))
         self._is_closed = False
 
     async def generate(self, token_ids: Sequence[int] | None = None, **request) -> SampleAnswer:
@@ -132,7 +144,7 @@ class RolloutSession:
 
     async def cancel(self, group: str | None = None, index: int | None = None) -> int:
         """Ends one sample, a group or all: each is answered with its tokens so far. Returns the number in flight."""
-        return await self._calls.cancel_samples(self.settings.batch_id, group, index)
+        return await self._calls.cancel(self.settings.batch_id, group, index)
 
     cancel_blocking = blocking(cancel)
 
@@ -143,7 +155,7 @@ class RolloutSession:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._calls.close_session(self.settings.batch_id)
+        await self._calls.close(self.settings.batch_id)
 
     close_blocking = blocking(close)
 
@@ -197,6 +209,16 @@ class RolloutSession:
         )
         self._counts[name] += 1
         return request
+
+
+def new_session(
+    calls: SampleCalls, batch_id: str | None, settings: Mapping, heartbeat: Callable[[Callable], object]
+) -> RolloutSession:
+    """Returns a session under `batch_id`, or under a new name. `settings`: those of a RolloutBatch without groups.
+    Raises ValueError for others.
+    """
+    name = f"session-{uuid4().hex[:12]}" if batch_id is None else batch_id
+    return RolloutSession(calls, BatchSettings(batch_id=name, **settings), heartbeat)
 
 
 def prompt_name(prompt: Mapping[str, Sequence | Features]) -> str:

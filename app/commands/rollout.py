@@ -60,7 +60,7 @@ def command(prompts, out, samples, max_tokens, config, address, trace, journal, 
 
 def _run(file, address, prompts, results, seed, step, keep_trace, journal):
     """Rolls out `prompts`. Returns the groups, and the spans of the run if they are recorded."""
-    from tailrace.app.calls.client import RolloutRejected
+    from tailrace.app.calls.refused import RolloutRejected
     from tailrace.app.cluster import service
     from tailrace.deployments.messages.rollout import RolloutBatch
 

@@ -116,7 +116,7 @@ class GatewayService:
         asked = await self._asked(wanted, naming)
         with self._renewed(settings.batch_id):
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(client.generate(settings, one)) for one in asked]
+                calls = [group.create_task(client.samples.generate(settings, one)) for one in asked]
         answers = [call.result() for call in calls]
         return [answers[start : start + wanted.n] for start in range(0, len(answers), wanted.n)]
 
@@ -130,7 +130,7 @@ class GatewayService:
 
         async def read(number: int, request: SampleRequest) -> None:
             try:
-                async with aclosing(client.stream(settings, request)) as parts:
+                async with aclosing(client.samples.stream(settings, request)) as parts:
                     async for part in parts:
                         items.put_nowait((number, part))
                 items.put_nowait((number, None))
@@ -198,7 +198,7 @@ class GatewayService:
             await asyncio.sleep(RENEW_S)
             for session in list(self._open):
                 with contextlib.suppress(Exception):  # the service is unreachable; the requests themselves raise
-                    self.client(Role.EVALUATOR).renew_session(session)
+                    self.client(Role.EVALUATOR).samples.renew(session)
 
     async def update_weights(self, role: Role, folder: str, version: int | None) -> int:
         """Loads a folder under `version`, or under the next one. Returns it."""

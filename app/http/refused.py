@@ -5,7 +5,7 @@ Invariant: a call is repeated only if that may help (429, 503, a lost connection
 
 import httpx
 
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, TooLargeForQuota, UnknownAdapter
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, TooLargeForQuota, error_of_status
 from tailrace.app.calls.resume import Interrupted
 
 MAX_RETRY_AFTER_S = 60.0
@@ -37,16 +37,16 @@ def error_of(answer: httpx.Response) -> Exception:
     if reason is None:
         text = f"{answer.url}: {status} {answer.reason_phrase}, which is not a gateway's answer"
         return Interrupted(ConnectionError(text), NO_GATEWAY_S, _pause_s(answer))
-    if status == 429:
-        return Interrupted(QuotaExceeded(reason), pause_s=_pause_s(answer))
     if status == 503:
         return Interrupted(ConnectionError(reason), pause_s=_pause_s(answer))
+    if status == 500:
+        return GivenUp(reason)
     if answer.json()["error"].get("type") == TooLargeForQuota.__name__:
         return TooLargeForQuota(reason)
     if status == 400 and answer.json()["error"].get("param") == "max_tokens":
         return BeyondContext(reason)
-    kinds = {401: PermissionError, 403: PermissionError, 404: UnknownAdapter, 500: GivenUp}
-    return kinds.get(status, RolloutRejected)(reason)
+    error = error_of_status(status)(reason)
+    return Interrupted(error, pause_s=_pause_s(answer)) if isinstance(error, QuotaExceeded) else error
 
 
 def _reason(answer: httpx.Response) -> str | None:

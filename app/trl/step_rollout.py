@@ -1,7 +1,7 @@
 """One call for samples by a trainer: prompts in, samples out, in the trainer's order.
 
 Invariant: tokens are a function of the seed, the trainer's step, the prompt's place in the step and the sample's index,
-under the weights that were sent last. Used by `generation` and `rollout_function`.
+under the weights that were sent last. Made by `tailrace.attach`.
 """
 
 import itertools
@@ -33,6 +33,11 @@ class StepRollout:
         self._weights = WeightsSender(trainer, client, weights_dir)
         self._sampling = sampling_of(trainer.args)
         self._turns: dict[int, Turns] = {}  # of the present step alone
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights that were sent last, under which all samples of the step are made; None before."""
+        return self._weights.version
 
     def send_weights(self) -> None:
         """Sends the trainer's present weights to the service. Raises WeightsRejected; the old ones then stay."""

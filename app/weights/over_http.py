@@ -14,8 +14,8 @@ from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
-from tailrace.app.calls.refused import WeightsRejected
-from tailrace.app.calls.weights_calls import StagedWeights, Tensors, staged_in
+from tailrace.app.calls.refused import WeightsRejected, error_of_status
+from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.staging.slots import Slots
 
@@ -82,4 +82,5 @@ class HttpWeights:
             if error.code >= 500:
                 raise
             reason = json.load(error)["error"]["message"]
-            raise (PermissionError if error.code in (401, 403) else WeightsRejected)(reason) from None
+            kind = error_of_status(error.code)
+            raise (kind if kind is PermissionError else WeightsRejected)(reason) from None

@@ -16,8 +16,8 @@ ANSWER_S = 10.0
 
 def measure(count: int) -> dict:
     """`round_trip_us`, and messages a second with IN_FLIGHT under way. Raises TimeoutError when nobody answers."""
-    import msgpack
     import zmq
+    from msgspec import msgpack
 
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -29,10 +29,10 @@ def measure(count: int) -> dict:
     message = {"sample": "batch/prompt-0#0", "at": 4096, "tokens": [70_000 + n for n in range(TOKENS)]}
 
     def send() -> None:
-        socket.send(msgpack.packb(message))
+        socket.send(msgpack.encode(message))
 
     def receive() -> None:
-        msgpack.unpackb(socket.recv())
+        msgpack.decode(socket.recv())
 
     def round_trip() -> float:
         began_s = time.perf_counter()
@@ -57,15 +57,15 @@ def measure(count: int) -> dict:
         echo.terminate()
         echo.join()
         context.destroy(linger=0)
-    bytes_ = len(msgpack.packb(message))
+    bytes_ = len(msgpack.encode(message))
     return {"message_bytes": bytes_, "round_trip_us": spread_us(alone_s), "messages_per_s": round(count / took_s, 1)}
 
 
 def _echo(port: int) -> None:
-    import msgpack
     import zmq
+    from msgspec import msgpack
 
     socket = zmq.Context().socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{port}")
     while True:
-        socket.send(msgpack.packb(msgpack.unpackb(socket.recv())))
+        socket.send(msgpack.encode(msgpack.decode(socket.recv())))

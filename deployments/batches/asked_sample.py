@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.open_batch import GroupIdentity
+from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.rollout import Rejected
 from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
@@ -16,7 +16,7 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 
 @dataclass(eq=False, slots=True)
 class AskedSample:
-    """`sample_id`, `record`: set once the core and the ledger have taken the sample. `waiting`: number of its
+    """`sample_id`, `record`: set once the core and the records have taken the sample. `waiting`: number of its
     callers.
     """
 

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing
 
-from tailrace.deployments.batches.ledger import GroupRecord
 from tailrace.deployments.batches.quotas import BatchLoad, Quotas
+from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.messages.delivery import WINDOW_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
 from tailrace.deployments.messages.rollout import (

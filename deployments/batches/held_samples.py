@@ -7,8 +7,8 @@ parameters and adapter. Owned by `OpenBatch`.
 
 import numpy as np
 
-from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.features.prompt_features import continues
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.session import SampleRequest

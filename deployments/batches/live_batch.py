@@ -11,8 +11,8 @@ from opentelemetry.trace import Span
 
 from tailrace.deployments.batches.batch_spans import BatchSpans
 from tailrace.deployments.batches.deliveries import Delivery
-from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.batches.prompts import Prepared, Prompts
+from tailrace.deployments.batches.records import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.context.history import PastLength
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.drafts import DraftPlan

@@ -13,9 +13,9 @@ import numpy as np
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.deliveries import Delivery
-from tailrace.deployments.batches.ledger import GroupRecord, escaped
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.records import GroupRecord, escaped
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.logged_tokens import LoggedTokens

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tailrace.deployments.batches.held_samples import HeldRecords
-from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.batches.live_batch import LiveBatch, by_epoch
 from tailrace.deployments.batches.prompts import Prepared, Prompts
+from tailrace.deployments.batches.records import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.context.history import PastLength
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import SampleKey, sample_key

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.asked_sample import AskedSample
-from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.open_batch import GroupIdentity, OpenBatch
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.batches.quotas import BatchLoad
+from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected, checked
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens

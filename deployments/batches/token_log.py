@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord
+from tailrace.deployments.batches.records import GroupRecord, SampleRecord
 from tailrace.deployments.messages.chunk import ChunkResult, sample_key
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.logged_tokens import MAGIC, LoggedTokens, group_digest, packed, read_records

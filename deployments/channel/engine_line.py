@@ -111,8 +111,8 @@ class EngineLine:
             case Start(chunk):
                 task = self._chunks[chunk.chunk_id] = asyncio.ensure_future(self._run(chunk))
                 task.add_done_callback(lambda _: self._chunks.pop(chunk.chunk_id, None))
-            case Abort():
-                task = asyncio.ensure_future(self._engine.abort(*message))
+            case Abort(chunk_id, keep_kv):
+                task = asyncio.ensure_future(self._engine.abort(chunk_id, keep_kv))
                 self._others.add(task)
                 task.add_done_callback(self._others.discard)
             case Pulse(report_s):

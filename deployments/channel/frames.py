@@ -1,4 +1,4 @@
-"""The messages of a line as msgpack, without executable content.
+"""The messages of a line.
 
 Invariant: `decode` returns a well-formed message or raises BadFrame. A chunk's end that cannot be read names its chunk,
 so that the chunk fails and nothing else does.
@@ -6,12 +6,13 @@ so that the chunk fails and nothing else does.
 
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 from pydantic import BaseModel, TypeAdapter
 
+from tailrace.deployments.channel import codec
+from tailrace.deployments.channel.codec import Codec, WireMessage
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
@@ -22,30 +23,27 @@ _POLICIES = tuple(members("drafting").values())
 REPEATED = (SamplingParams, *_POLICIES)
 """Models that all chunks of a group share. They are frozen, so each is encoded and decoded once."""
 
-DTYPES = ("<i4", "<f4", "<i8")
-"""Types of arrays in messages. An array is encoded as the index of its type, and its bytes."""
 
-
-class Start(NamedTuple):
+class Start(WireMessage):
     """To an engine: run this chunk."""
 
     chunk: ChunkRequest
 
 
-class Abort(NamedTuple):
+class Abort(WireMessage):
     """To an engine: end this chunk after the step in progress. `keep_kv`: its sample will continue elsewhere."""
 
     chunk_id: str
     keep_kv: bool
 
 
-class Pulse(NamedTuple):
+class Pulse(WireMessage):
     """To an engine: the coordinator lives. `report_s`: seconds between further reports."""
 
     report_s: float
 
 
-class ChunkEnded(NamedTuple):
+class ChunkEnded(WireMessage):
     """To the coordinator: a chunk has ended."""
 
     chunk_id: str
@@ -60,7 +58,7 @@ class Cause(StrEnum):
     CHUNK = "chunk"  # this chunk alone, as far as its replica knows
 
 
-class ChunkFailure(NamedTuple):
+class ChunkFailure(WireMessage):
     """To the coordinator: a chunk has failed, or was refused. `text`: one line."""
 
     chunk_id: str
@@ -68,7 +66,7 @@ class ChunkFailure(NamedTuple):
     text: str
 
 
-class Report(NamedTuple):
+class Report(WireMessage):
     """To the coordinator: the replica's state. `sent_s`: time of sending, on the sender's clock."""
 
     sent_s: float
@@ -76,7 +74,6 @@ class Report(NamedTuple):
 
 
 Message = Start | Abort | Pulse | ChunkEnded | ChunkFailure | Report
-KINDS: tuple[type[Message], ...] = (Start, Abort, Pulse, ChunkEnded, ChunkFailure, Report)
 
 
 class BadFrame(ValueError):
@@ -97,43 +94,31 @@ def carries(chunk: ChunkRequest) -> bool:
 
 def encode(message: Message) -> bytes:
     """Returns the payload of a message. Raises TypeError if a value is of no known type."""
-    return bytes((KINDS.index(type(message)),)) + _encoder.encode(tuple(message))
+    return _codec.encode(message)
 
 
 def decode(payload: bytes) -> Message:
     """Returns the message of a payload. Raises BadFrame."""
-    kind, body = payload[0] if payload else -1, memoryview(payload)[1:]
-    chunk_id = ""
     try:
-        if not 0 <= kind < len(KINDS):
-            raise ValueError(f"unknown message kind {kind}")
-        if KINDS[kind] is ChunkEnded:
-            chunk_id, result = _ended.decode(body)
-            return ChunkEnded(chunk_id, _result.decode(result))
-        return KINDS[kind](*_decoders[kind].decode(body))
-    except (ValueError, TypeError, LookupError, ArithmeticError, msgspec.MsgspecError) as error:
-        raise BadFrame(f"not a message of a line: {' '.join(str(error).split())}", chunk_id) from error
+        return _codec.decode(payload)
+    except ValueError as error:
+        raise BadFrame(f"not a message of a line: {error}", _chunk_of(payload)) from error
+
+
+def _chunk_of(payload: bytes) -> str:
+    """Returns the chunk whose end a malformed payload would be, or an empty text."""
+    try:
+        return _head.decode(payload).chunk_id
+    except ValueError:
+        return ""
 
 
 def _plain(value: Any) -> Any:
-    """Returns values without a msgpack type as ones that have one."""
-    if isinstance(value, np.ndarray):
-        return DTYPES.index(value.dtype.str), np.ascontiguousarray(value).data.cast("B")
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, BaseModel):
-        return _json(value)
-    raise TypeError(f"{type(value).__name__} is not carried by a line")
+    return _json(value) if isinstance(value, BaseModel) else codec.plain(value)
 
 
 def _made(kind: type, value: Any) -> Any:
-    """Returns the value of a type that msgpack does not have."""
-    if kind is np.ndarray:
-        place, data = value
-        return np.frombuffer(data, DTYPES[place])
-    if kind is Drafting or issubclass(kind, BaseModel):
-        return _model(kind, value)
-    raise TypeError(f"{kind.__name__} is not carried by a line")
+    return _model(kind, value) if kind is Drafting or issubclass(kind, BaseModel) else codec.made(kind, value)
 
 
 def _json(model: BaseModel) -> str:
@@ -154,12 +139,13 @@ def _known_model(kind: type, text: str) -> BaseModel:
     return (_drafting if kind is Drafting else TypeAdapter(kind)).validate_json(text)
 
 
-def _decoder(kind: type[Message]) -> msgspec.msgpack.Decoder:
-    return msgspec.msgpack.Decoder(tuple[tuple(kind.__annotations__.values())], dec_hook=_made, strict=False)
+class _EndedHead(WireMessage, tag=ChunkEnded.__name__):
+    """A ChunkEnded whose result cannot be read."""
+
+    chunk_id: str
+    result: msgspec.Raw
 
 
 _drafting = TypeAdapter(DraftingPolicy)
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decoders = {number: _decoder(kind) for number, kind in enumerate(KINDS) if kind is not ChunkEnded}
-_ended = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_result = msgspec.msgpack.Decoder(ChunkResult, dec_hook=_made, strict=False)
+_codec = Codec(Message, strict=False, plain=_plain, made=_made)
+_head = Codec(_EndedHead)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from opentelemetry.trace import INVALID_SPAN
 
-from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
 from tailrace.deployments.coordinator.loop import Loop, MadeTokens
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import NamedTuple
 
-from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.policies.protocol.events import Event
 

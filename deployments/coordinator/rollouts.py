@@ -14,10 +14,10 @@ from math import inf
 from typing import Any
 
 from tailrace.deployments.batches.deliveries import Deliveries, Delivery
-from tailrace.deployments.batches.ledger import GroupRecord
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.batches.token_log import TokenLog, unlogged
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads

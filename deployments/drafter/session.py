@@ -21,7 +21,7 @@ class Session:
     )  # fmt: skip
 
     def __init__(self, wish: Open, max_model_len: int):
-        self.terms = wish[:8]
+        self.terms = wish.terms
         sampling = SamplingParams(
             temperature=wish.temperature, top_p=wish.top_p, top_k=wish.top_k, min_p=wish.min_p,
             stop_token_ids=tuple(wish.stop_token_ids),
@@ -54,4 +54,4 @@ class Session:
 
     def extends_to(self, wish: Open) -> bool:
         """Returns whether `wish` is for this same sample, with these tokens and perhaps more."""
-        return self.terms == wish[:8] and wish.tokens[: len(self.tokens)].tolist() == self.tokens
+        return self.terms == wish.terms and wish.tokens[: len(self.tokens)].tolist() == self.tokens

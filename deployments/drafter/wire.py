@@ -1,22 +1,23 @@
-"""Messages between engines and drafters: a list in one msgpack frame, without executable content.
+"""Messages between engines and drafters: a list in one frame.
 
 Positions are those of the context. A guess repeats all draft tokens from a confirmed position, so its reader compares
 it with its own tokens; an overtaken or lost guess is harmless. Invariant: `decode` returns well-formed messages or
 raises ValueError.
 """
 
-from typing import NamedTuple
-
-import msgpack
 import numpy as np
+
+from tailrace.deployments.channel.codec import Codec, WireMessage
 
 MAX_TOKENS = 1 << 24
 """Maximum context tokens of one message: above that of every model, and 64 MiB."""
 
 
-class Open(NamedTuple):
+class Open(WireMessage, eq=False):
     """To a drafter: draft for this sample, with the noise of `key`, after the context `tokens` (int32). Sent again
-    under the same name it changes the mode and the end, and keeps the computed context."""
+    under the same name it changes the mode and the end, and keeps the computed context. Raises ValueError for tokens of
+    another type, or too many.
+    """
 
     name: str
     key: int
@@ -31,8 +32,18 @@ class Open(NamedTuple):
     coupled: bool
     tokens: np.ndarray
 
+    def __post_init__(self) -> None:
+        if self.tokens.dtype != np.int32 or len(self.tokens) > MAX_TOKENS:
+            raise ValueError(f"tokens: {len(self.tokens)} of {self.tokens.dtype}, not up to {MAX_TOKENS} of int32")
 
-class Confirm(NamedTuple):
+    @property
+    def terms(self) -> tuple:
+        """All that is the same whenever the sample is opened: name, noise, sampling parameters, prompt's length."""
+        sampling = self.temperature, self.top_p, self.top_k, self.min_p, self.stop_token_ids
+        return self.name, self.key, sampling, self.prompt_tokens
+
+
+class Confirm(WireMessage):
     """To a drafter: the sample's tokens from position `start`."""
 
     name: str
@@ -40,13 +51,13 @@ class Confirm(NamedTuple):
     tokens: list[int]
 
 
-class Stop(NamedTuple):
+class Stop(WireMessage):
     """To a drafter: end drafting for this sample."""
 
     name: str
 
 
-class Guess(NamedTuple):
+class Guess(WireMessage):
     """To an engine: a draft after the first `start` tokens, which are confirmed. `tested`: draft tokens since the
     opening that were compared with the sample, all tokens before them being right; `accepted`: the right ones of these.
     Without tokens: the drafter will soon have some, once the engine waits for it.
@@ -59,13 +70,13 @@ class Guess(NamedTuple):
     accepted: int
 
 
-class Unknown(NamedTuple):
+class Unknown(WireMessage):
     """To an engine: the sample is not open at this drafter (any more); open it again."""
 
     name: str
 
 
-class Stepped(NamedTuple):
+class Stepped(WireMessage):
     """To an engine: the drafter's last step, one token of each of `samples`, took `step_us` microseconds."""
 
     samples: int
@@ -73,34 +84,18 @@ class Stepped(NamedTuple):
 
 
 Message = Open | Confirm | Stop | Guess | Unknown | Stepped
-KINDS: tuple[type[Message], ...] = (Open, Confirm, Stop, Guess, Unknown, Stepped)
+
+_codec = Codec(list[Message])
 
 
 def encode(messages: list[Message]) -> bytes:
     """Returns one frame."""
-    return msgpack.packb([(KINDS.index(type(message)), *map(_plain, message)) for message in messages])
+    return _codec.encode(messages)
 
 
 def decode(frame: bytes) -> list[Message]:
     """Returns the messages of a frame. Raises ValueError if it is malformed."""
     try:
-        return [_message(kind, fields) for kind, *fields in msgpack.unpackb(frame, max_bin_len=4 * MAX_TOKENS)]
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        return _codec.decode(frame)
+    except ValueError as error:
         raise ValueError(f"not a frame of drafting messages: {error}") from error
-
-
-def _plain(value):
-    return value.astype("<i4").tobytes() if isinstance(value, np.ndarray) else value
-
-
-def _message(kind: int, fields: list) -> Message:
-    if not 0 <= kind < len(KINDS):
-        raise ValueError(f"unknown message kind {kind}")
-    message = KINDS[kind](*fields)
-    for value, wanted in zip(message, KINDS[kind].__annotations__.values(), strict=True):
-        known = bytes if wanted is np.ndarray else getattr(wanted, "__origin__", wanted)
-        if not isinstance(value, known) or (known is list and not all(isinstance(token, int) for token in value)):
-            raise ValueError(f"{KINDS[kind].__name__}: got {type(value).__name__} instead of {wanted}")
-    if kind == 0:
-        return message._replace(tokens=np.frombuffer(message.tokens, "<i4"))
-    return message

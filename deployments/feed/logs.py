@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from tailrace.deployments.batches.ledger import escaped
 from tailrace.deployments.batches.live_batches import LiveBatches
+from tailrace.deployments.batches.records import escaped
 from tailrace.deployments.feed.survey import tokens_of
 from tailrace.deployments.feed.trails import Trail, TrailChunk, TrailFault, Trails
 from tailrace.deployments.messages.status import BatchLog, ChunkLog, FaultLog, SampleLog

@@ -1,14 +1,15 @@
 """Roles of drivers, in rising order of rights, and their check at the ingress.
 
 Invariant: a driver's call runs only if its role has the right. Roles guard against mistakes alone: a driver that can
-reach Ray at all can run code on every node. Used by the coordinator and by `app.calls.client`.
+reach Ray at all can run code on every node. Used by the coordinator and by clients.
 """
 
 from collections.abc import Callable
 from enum import StrEnum
 from functools import wraps
 from inspect import isasyncgenfunction
-from typing import NamedTuple
+
+from tailrace.deployments.messages.rollout import Rejected, RejectedBy
 
 
 class Role(StrEnum):
@@ -22,10 +23,12 @@ class Role(StrEnum):
         return list(Role).index(self) >= list(Role).index(other)
 
 
-class NotAdmitted(NamedTuple):
-    """Refusal of a call. `reason`: one line."""
-
-    reason: str
+def refusal(role: Role, needed: Role, call: str) -> Rejected | None:
+    """Returns the refusal of a call by a role without its right, or None."""
+    if role.includes(needed):
+        return None
+    reason = f"{call} needs role {needed.value}, and this client is {role.value}"
+    return Rejected(reason=reason, by=RejectedBy.ROLE)
 
 
 def admits(needed: Role) -> Callable:
@@ -36,16 +39,11 @@ def admits(needed: Role) -> Callable:
     """
 
     def decorate(method: Callable) -> Callable:
-        def refusal(role: Role) -> NotAdmitted | None:
-            if Role(role).includes(needed):
-                return None
-            return NotAdmitted(f"{method.__name__} needs role {needed.value}, and this client is {Role(role).value}")
-
         if isasyncgenfunction(method):
 
             @wraps(method)
             async def admitted(self, role: Role, *arguments):
-                if (refused := refusal(role)) is not None:
+                if (refused := refusal(Role(role), needed, method.__name__)) is not None:
                     yield refused
                     return
                 items = method(self, *arguments)
@@ -59,7 +57,7 @@ def admits(needed: Role) -> Callable:
 
             @wraps(method)
             async def admitted(self, role: Role, *arguments):
-                refused = refusal(role)
+                refused = refusal(Role(role), needed, method.__name__)
                 return await method(self, *arguments) if refused is None else refused
 
         admitted.needs = needed

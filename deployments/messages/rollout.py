@@ -227,6 +227,7 @@ class GroupResult(Message):
 class RejectedBy(StrEnum):
     """Cause of a refusal."""
 
+    ROLE = "role"  # the driver's role has no right to the call
     CONTENT = "content"  # the request itself: it will never be accepted
     WEIGHTS = "weights"  # the service holds other weights than the batch requires
     ADAPTER = "adapter"  # no adapter of the name is loaded

@@ -3,7 +3,7 @@
 A token takes 4 bytes in a column and over 30 in a tuple. Invariant: a column never changes, and holds the numbers that
 it was given, bit by bit. When it is pickled by protocol 5, its array is a buffer of its own, which Ray's object store
 shares with another process of the node without a copy. numpy is loaded with the first column: clients over HTTP start
-without it. Made by the ledger, and from the numbers of any result.
+without it. Made by the records of samples, and from the numbers of any result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

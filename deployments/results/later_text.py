@@ -2,7 +2,7 @@
 
 Invariant: the text and the stop reason are those that the coordinator would have made, and never change once made. A
 result with a decoder is decoded before it is copied, compared, pickled or written as JSON, so these carry the text.
-Called by the ledger, which makes such results, and by the client, which gives them a decoder.
+Called by the records of samples, which make such results, and by the client, which gives them a decoder.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 Invariant: a slot is renamed into place only when every tensor, checksum and header is written. An interruption before
 that leaves a part folder, which the next stage removes. The caller's tensors are read in `add` alone, so it may change
-them as soon as the last `add` has returned. Called by `app.calls.weights_calls`.
+them as soon as the last `add` has returned. Called by `app.calls.client`.
 """
 
 import contextlib

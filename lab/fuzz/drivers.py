@@ -12,8 +12,8 @@ from random import Random
 
 from ray.exceptions import RayError
 
-from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
-from tailrace.app.calls.refused import AdapterRejected, QuotaExceeded
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import AdapterRejected, QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.deployments.messages.chunk import sample_key

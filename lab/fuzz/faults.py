@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ray.exceptions import RayError
 
-from tailrace.app.calls.client import WeightsRejected
+from tailrace.app.calls.refused import WeightsRejected
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 from tailrace.lab.fuzz.checks import Ledger

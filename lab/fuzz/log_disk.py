@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 
-from tailrace.deployments.batches.ledger import GroupRecord
+from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.messages.rollout import SampleResult, Segment
 from tailrace.lab.fuzz.virtual_time import caller_is_dead
 

@@ -8,7 +8,7 @@ from random import Random
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.session import RolloutSession, groups_of_answers
-from tailrace.app.calls.session_calls import SessionCalls
+from tailrace.app.http.client import Client
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.protocol.actions import SampleEnd
@@ -86,7 +86,7 @@ def submit(session: RolloutSession, group: PromptGroup, index: int) -> None:
     session.submit(**prompt_of(group), **settings_of(group, index), max_tokens=group.max_tokens)
 
 
-def opened(client: SessionCalls, batch: RolloutBatch) -> RolloutSession:
+def opened(client: RolloutClient | Client, batch: RolloutBatch) -> RolloutSession:
     return client.open(batch.batch_id, seed=batch.seed, step=batch.step)
 
 

@@ -42,7 +42,7 @@ class Mine(ShortestFirst):
 
 OTHER_POLICIES = """
 from tailrace import PromptGroup, RolloutBatch, connect
-from tailrace.app.calls.client import PoliciesRejected
+from tailrace.app.calls.refused import PoliciesRejected
 from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.registry import Policies
 allow_code("my_policy", "stranger")

@@ -12,7 +12,8 @@ from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
-from tailrace.app.calls.refused import QuotaExceeded, TooLargeForQuota, UnknownAdapter
+from tailrace.app.calls import refused
+from tailrace.app.calls.refused import TooLargeForQuota
 from tailrace.app.calls.resume import lost_service
 from tailrace.deployments.messages.errors import REFUSED
 
@@ -103,14 +104,9 @@ def status_of(error: BaseException) -> int:
     """Returns the HTTP status of an error of the client."""
     if isinstance(error, SampleFailed):
         return error.status
-    kinds = (
-        ((UnknownModel, UnknownAdapter), 404),
-        (QuotaExceeded, 429),
-        (PermissionError, 403),
-        (ValueError, 400),
-        (lost_service(), 503),
-    )
-    return next((status for kind, status in kinds if isinstance(error, kind)), 500)
+    if isinstance(error, UnknownModel):
+        return 404
+    return refused.status_of(error) or (503 if isinstance(error, lost_service()) else 500)
 
 
 def error_of(error: BaseException) -> tuple[dict, int]:

@@ -10,8 +10,8 @@ from random import Random
 
 from ray.exceptions import RayError
 
-from tailrace.app.calls.client import RolloutClient, WeightsRejected
-from tailrace.app.calls.refused import RolloutRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
 from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, RolloutBatch, SamplingParams
 from tailrace.deployments.messages.session import SampleRequest
 from tailrace.lab.fuzz.chunks import VOCABULARY
@@ -111,8 +111,8 @@ class ImpossibleAsks:
         return settings, request
 
     async def _as_sample(self, batch: RolloutBatch, group: PromptGroup) -> None:
-        await self._client.generate(*self._request(batch, group))
+        await self._client.samples.generate(*self._request(batch, group))
 
     async def _as_stream(self, batch: RolloutBatch, group: PromptGroup) -> None:
-        async for _ in self._client.stream(*self._request(batch, group)):
+        async for _ in self._client.samples.stream(*self._request(batch, group)):
             pass

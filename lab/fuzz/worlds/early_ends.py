@@ -8,9 +8,9 @@ Called by `run`.
 import asyncio
 from random import Random
 
-from tailrace.app.calls.client import RolloutClient, WeightsRejected
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected
-from tailrace.deployments.batches.ledger import SampleRecord
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SampleResult
 from tailrace.lab.fuzz.checks import Ledger, ResultChecks

@@ -7,8 +7,7 @@ until its time is over, and no longer, whatever its earlier turns asked for. Cal
 import asyncio
 from random import Random
 
-from tailrace.app.calls.client import WeightsRejected
-from tailrace.app.calls.refused import RolloutRejected
+from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import BatchSettings
 from tailrace.deployments.messages.session import SampleAnswer

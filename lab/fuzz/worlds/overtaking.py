@@ -7,7 +7,8 @@ from random import Random
 
 from ray.exceptions import RayError
 
-from tailrace.app.calls.client import RolloutClient, WeightsRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import WeightsRejected
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.lab.fuzz.checks import Ledger, Wrong
 from tailrace.lab.fuzz.cluster import SimulatedCluster

@@ -7,8 +7,8 @@ an answer is a function of its tokens (`reward_of`), so one of another sample sh
 import asyncio
 from random import Random
 
-from tailrace.app.calls.client import RolloutClient, WeightsRejected
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.lab.fuzz.checks import Ledger, ResultChecks

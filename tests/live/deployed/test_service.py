@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tailrace.app.calls.client import RolloutClient, RolloutRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import RolloutRejected
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SampleResult
 from tailrace.lab.demo import PROMPTS

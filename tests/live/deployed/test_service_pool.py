@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tailrace.app.calls.client import RolloutClient, WeightsRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import WeightsRejected
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.lab.demo import PROMPTS

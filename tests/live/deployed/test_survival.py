@@ -11,7 +11,8 @@ import ray
 from ray import serve
 from waiting import until
 
-from tailrace.app.calls.client import RolloutClient, RolloutRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import RolloutRejected
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.lab.verification.disturbances import kill_actors, kill_the_coordinator
 from tailrace.policies.families.registry import Policies

@@ -227,7 +227,7 @@ def test_vllms_own_transfer_engines_bring_weights_to_a_gpu_service(tiny_model, o
             if backend == "ipc"
             else NCCLTrainerInitInfo("127.0.0.1", get_open_port(), 2, rank=0)
         )
-        sync = RayVLLMWeightSyncClient(weights_receiver(client._app_name))
+        sync = RayVLLMWeightSyncClient(weights_receiver(client.app_name))
         engine = WeightTransferTrainerFactory.trainer_init(info, client=sync, source=ModuleSource(model))
         engine.send_weights()
         status = client.status_blocking()

@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from waiting import until
 
-from tailrace.app.calls.client import WeightsRejected
+from tailrace.app.calls.refused import WeightsRejected
 from tailrace.app.model import perturbed
 from tailrace.app.weights.over_http import HttpWeights
 from tailrace.app.weights.trainer_engine import MemoryTrainerInitInfo, register

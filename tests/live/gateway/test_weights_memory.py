@@ -9,7 +9,8 @@ import pytest
 from gateway_service import slots
 from safetensors.numpy import load_file
 
-from tailrace.app.calls.client import RolloutClient, WeightsRejected
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import WeightsRejected
 from tailrace.app.model import perturbed
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.lab.verification.disturbances import kill_actors
@@ -198,11 +199,11 @@ def test_vllms_own_trainer_engine_and_client_drive_the_service(client, folders, 
     register()
     register()
     model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
-    receiver, version = weights_receiver(client._app_name), version_of(client)
+    receiver, version = weights_receiver(client.app_name), version_of(client)
     sync = RayVLLMWeightSyncClient(receiver)
     with pytest.raises(Exception, match="start_weight_update before init_weight_transfer_engine"):
         sync.start_weight_update()
-    info = MemoryTrainerInitInfo(rank=0, app_name=client._app_name)
+    info = MemoryTrainerInitInfo(rank=0, app_name=client.app_name)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=sync, source=ModuleSource(model))
     engine.send_weights()
     assert version_of(client) == version + 1 and roll(client, "vllm") == spoken[1]

@@ -11,6 +11,7 @@ from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.lab.fuzz.chunks import token_at
 from tailrace.lab.fuzz.disk import adapted, digest_of
+from tailrace.lab.fuzz.drivers import driver_client
 from tailrace.policies.protocol.actions import SampleEnd
 
 PROMPT = (5, 6, 7)
@@ -176,7 +177,7 @@ def test_a_new_coordinator_knows_the_adapters_of_the_replicas(tmp_path):
     async def story(cluster, client):
         await client.load_adapter("poet", put(cluster, "poet-1"))
         await client.load_adapter("poet", put(cluster, "poet-2"))
-        client._adapters.clear()  # of another driver
+        client = driver_client(cluster)  # another driver
         asked = await under_way(cluster, anext(aiter(client.rollout(batch("poet", max_tokens=200)))))
         cluster.kill_coordinator()
         group = await asked

@@ -9,8 +9,9 @@ import pytest
 from scripted_service import Lost, Service, client_of, loaded, run
 from waiting import until
 
-from tailrace.app.calls import client, result_texts, resume
-from tailrace.app.calls.client import READER_S, RolloutClient
+from tailrace.app.calls import driver_spans, result_texts, resume
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.own_loads import READER_S
 from tailrace.app.calls.refused import (
     AdapterRejected,
     PoliciesRejected,
@@ -21,11 +22,11 @@ from tailrace.app.calls.refused import (
     WeightsRejected,
 )
 from tailrace.app.calls.result_texts import ResultTexts
-from tailrace.app.calls.resume import PAUSE_S, Heartbeat, Interrupted, Patience, Taken
+from tailrace.app.calls.resume import PAUSE_S, Heartbeat, Interrupted, ReceivedGroups, Retries
 from tailrace.deployments.batches import prompts
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.delivery import ACKNOWLEDGE_BYTES
-from tailrace.deployments.messages.roles import NotAdmitted, Role
+from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.policies.families.registry import Policies
 
@@ -48,19 +49,25 @@ CALLS = {
 }
 
 
+def call_of(client: RolloutClient, name: str):
+    """The client's method for a call of the coordinator; those of sessions are its `samples`'."""
+    samples = {"cancel_samples": client.samples.cancel, "close_session": client.samples.close}
+    return samples[name] if name in samples else getattr(client, name)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_the_coordinator_s_and_so_is_its_answer(name):
     answer = object()
     service = Service(**{name: [answer]})
-    assert run(getattr(client_of(service, role="observer"), name)(*CALLS[name])) is answer
+    assert run(call_of(client_of(service, role="observer"), name)(*CALLS[name])) is answer
     assert service.asked == [(name, Role.OBSERVER, *CALLS[name])]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_role_without_the_right_is_an_error(name):
-    service = Service(**{name: [NotAdmitted("observers may not")]})
+    service = Service(**{name: [Rejected(reason="observers may not", by=RejectedBy.ROLE)]})
     with pytest.raises(PermissionError, match=r"^observers may not$"):
-        run(getattr(client_of(service), name)(*CALLS[name]))
+        run(call_of(client_of(service), name)(*CALLS[name]))
 
 
 @pytest.mark.parametrize(
@@ -142,24 +149,24 @@ def test_an_error_of_the_call_itself_is_not_tried_again():
 def test_patience_begins_anew_with_progress_and_each_bound_has_its_own():
     async def story():
         loop, broken = asyncio.get_running_loop(), Interrupted(ValueError("quota"))
-        patience = Patience(10.0)
+        retries = Retries(10.0)
         began_s = loop.time()
         for _ in range(4):
-            await patience.wait(broken)
-        patience.renew()
+            await retries.wait(broken)
+        retries.renew()
         assert loop.time() - began_s == pytest.approx(3.0)
-        await patience.wait(Interrupted(ValueError("paused"), pause_s=2.5))
+        await retries.wait(Interrupted(ValueError("paused"), pause_s=2.5))
         assert loop.time() - began_s == pytest.approx(5.5), "the longer of both pauses"
-        patience.renew()
+        retries.renew()
         reader = Interrupted(RolloutRejected("another reader"), for_s=1.0)
         with pytest.raises(RolloutRejected):
             for _ in range(9):
-                await patience.wait(reader)
+                await retries.wait(reader)
         for _ in range(3):
-            await patience.wait(broken)  # its bound is another
+            await retries.wait(broken)  # its bound is another
         with pytest.raises(ValueError, match="quota"):
             for _ in range(9):
-                await patience.wait(broken)
+                await retries.wait(broken)
         assert PAUSE_S == (0.2, 5.0) and str(reader) == "another reader"
 
     run(story())
@@ -173,21 +180,21 @@ def test_the_number_of_taken_groups_goes_out_by_bytes_and_a_lost_one_later():
         if fails:
             raise fails.pop()
 
-    taken = Taken(send)
+    received = ReceivedGroups(send)
     tokens = ACKNOWLEDGE_BYTES // 8
     small = SimpleNamespace(samples=(), prompt_token_ids=())
     large = SimpleNamespace(samples=(), prompt_token_ids=range(tokens))  # four bytes each
     for group in (small, large, small, large, small, large):
-        taken.add(group)
+        received.add(group)
     assert sent == [4]
     fails.append(Lost())
-    taken.add(large)
-    taken.send()
-    assert sent == [4, 7, 7] and taken.count == 7
+    received.add(large)
+    received.send()
+    assert sent == [4, 7, 7] and received.count == 7
     fails.append(KeyError("a defect"))
-    taken.add(large)
+    received.add(large)
     with pytest.raises(KeyError):
-        taken.add(large)
+        received.add(large)
 
 
 def test_a_heart_beats_on_a_thread_of_its_own_until_it_is_stopped(monkeypatch):
@@ -419,7 +426,7 @@ def test_the_spans_of_a_batch_are_kept_where_it_says_so_and_taken_once():
 
 
 def test_the_traces_of_the_newest_batches_are_kept(monkeypatch):
-    monkeypatch.setattr(client, "MAX_TRACES", 2)
+    monkeypatch.setattr(driver_spans, "MAX_TRACES", 2)
     service = Service(rollout=[[group("p")]], take_spans=[[]])
     driver = client_of(service)
 
@@ -462,7 +469,7 @@ def test_a_watch_goes_on_from_the_last_item_and_a_refusal_ends_it():
     assert run(story()) == [("e", 1), ("e", 2), ("f", 1)]
     assert service.named("watch") == [(Role.TRAINER, "", 0), (Role.TRAINER, "e", 2), (Role.TRAINER, "f", 1)]
     assert all(call.cancels == 1 for call in service.calls)
-    service.answers["watch"] = [[NotAdmitted("observers may not")]]
+    service.answers["watch"] = [[Rejected(reason="observers may not", by=RejectedBy.ROLE)]]
     with pytest.raises(PermissionError, match="observers may not"):
         run(story())
 

@@ -12,7 +12,7 @@ from tailrace.app.calls.refused import (
     StreamBroken,
 )
 from tailrace.app.calls.session import groups_of_answers
-from tailrace.app.calls.session_calls import _beyond
+from tailrace.app.calls.single_samples import _beyond
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy
 from tailrace.deployments.messages.session import SampleTokens

@@ -14,7 +14,8 @@ import pytest
 from click.testing import CliRunner
 from ray.exceptions import OutOfMemoryError
 
-from tailrace.app.calls.client import QuotaExceeded, RolloutClient
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import QuotaExceeded
 from tailrace.app.cli import main
 from tailrace.deployments.batches import deliveries
 from tailrace.deployments.batches.open_batch import GroupIdentity

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from tailrace.app.calls.client import QuotaExceeded, RolloutClient, RolloutRejected
-from tailrace.app.calls.refused import StreamBroken, TooLargeForQuota
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken, TooLargeForQuota
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.deployments.batches import open_batch, open_sessions
 from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES

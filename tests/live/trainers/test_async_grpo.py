@@ -1,4 +1,4 @@
-"""The doors to TRL's real `AsyncGRPOTrainer`. A model in this process answers for the service."""
+"""Worker and weight transfer for TRL's real `AsyncGRPOTrainer`. A model in this process answers for the service."""
 
 import asyncio
 import itertools

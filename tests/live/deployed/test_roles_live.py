@@ -1,11 +1,12 @@
-"""The doors of a live service: roles, and policies whose code the deployment does not allow."""
+"""Access to a live service: roles, and policies whose code the deployment does not allow."""
 
 import asyncio
 
 import pytest
 from waiting import until
 
-from tailrace.app.calls.client import PoliciesRejected, RolloutClient
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import PoliciesRejected
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.families.ordering import Fcfs
 from tailrace.policies.families.registry import Policies

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tailrace.deployments.batches.ledger import GroupRecord, escaped
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.batches.records import GroupRecord, escaped
 from tailrace.deployments.messages.chunk import ChunkResult, sample_key
 from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.policies.protocol.actions import SampleEnd

@@ -1,4 +1,4 @@
-"""Both doors to `trl.GRPOTrainer`, against the real package. A model in this process answers for the service."""
+"""`attach` to a `trl.GRPOTrainer`, against the real package. A model in this process answers for the service."""
 
 import pytest
 from datasets import Dataset
@@ -6,7 +6,8 @@ from live.trainers.stand_in import StandIn
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from tailrace import attach, rollout_function
+import tailrace
+from tailrace import attach
 from tailrace.app.errors import BadInput
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -90,26 +91,30 @@ def test_two_runs_have_the_same_weights_to_the_bit(small_model, tmp_path):
     assert not all(found[0][name].equal(start[name]) for name in start)
 
 
-def test_the_rollout_function_gets_the_same_samples_and_gives_versions_to_rewards(small_model, tmp_path):
+def test_rewards_can_tell_the_version_of_their_samples_and_which_were_cut(small_model, tmp_path):
     seen = []
 
-    def rewards(completions, weights_version, finish_reason, **_):
-        seen.append((list(completions), set(weights_version), set(finish_reason) <= {"stop", "length"}))
+    def rewards(completions, completion_ids, **_):
+        stopped = [ids[-1] == service.eos for ids in completion_ids]
+        seen.append((rollout.weights_version, stopped, [len(ids) for ids in completion_ids]))
         return digits(completions)
 
-    service = StandIn(small_model)
-    function = rollout_function(service, tmp_path / "weights", seed=7)
-    trainer_of(small_model, tmp_path / "one", rewards, function, max_steps=1).train()
-    ((completions, versions, known_ends),) = seen
-    assert versions == {1} and known_ends
-
-    other = []
-    trainer = trainer_of(
-        small_model, tmp_path / "two", lambda completions, **_: other.append(completions) or [1.0] * 8, max_steps=1
-    )
-    attach(trainer, StandIn(small_model), tmp_path / "two" / "weights")
+    service, trainer = StandIn(small_model), trainer_of(small_model, tmp_path, rewards, max_steps=2)
+    rollout = attach(trainer, service, tmp_path / "weights")
+    assert rollout.weights_version is None
     trainer.train()
-    assert other == [completions]
+    assert [version for version, _, _ in seen] == [1, 2]
+    for _, stopped, lengths in seen:
+        assert len(stopped) == 2 * SAMPLES
+        assert all(length == TOKENS for length, ended in zip(lengths, stopped, strict=True) if not ended)
+
+
+def test_a_trainer_with_a_rollout_function_of_its_own_is_refused_and_ours_is_gone(small_model, tmp_path):
+    trainer = trainer_of(small_model, tmp_path, rollout_func=lambda prompts, trainer: {})
+    with pytest.raises(BadInput, match="the trainer has a rollout_func; it would be called in place of the service"):
+        attach(trainer, StandIn(small_model))
+    with pytest.raises(AttributeError, match=r"write tailrace\.attach\(trainer, client\) instead"):
+        tailrace.rollout_function  # noqa: B018 - the name itself is the test
 
 
 def test_evaluation_has_keys_of_its_own(small_model, tmp_path):

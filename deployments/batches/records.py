@@ -1,7 +1,7 @@
 """The tokens of every sample in flight: the results of its chunks, in order, and the replica of each.
 
 Invariant (law 1): a chunk is written once, at the position its `StartChunk` named; tokens only grow. The core counts
-tokens, this ledger holds them. Called by the coordinator alone.
+tokens, these records hold them. Called by the coordinator alone.
 """
 
 from collections.abc import Callable

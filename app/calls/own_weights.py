@@ -1,0 +1,32 @@
+"""The weights that a client has given the service last: a service that was restarted without them gets them again."""
+
+from collections.abc import Awaitable, Callable
+
+from tailrace.deployments.messages.rollout import WeightsLoaded
+
+
+class OwnWeights:
+    """`load`: has the service load a version from a source, with a digest or an empty one."""
+
+    def __init__(self, load: Callable[[int, str, str], Awaitable[WeightsLoaded]]):
+        self._load = load
+        self._last: tuple[int, str, str] | None = None  # version, source, digest
+
+    @property
+    def version(self) -> int:
+        """Version of the last update; 0 without one."""
+        return self._last[0] if self._last else 0
+
+    async def update(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
+        """Has the service load weights, and remembers them."""
+        answer = await self._load(version, source, digest)
+        if self._last is None or version >= self._last[0]:  # else a later update was answered before this one
+            self._last = version, source, answer.digest
+        return answer
+
+    async def restore(self, wanted: int | None) -> bool:
+        """Loads them again. Returns False if there are none, or if a request wants another version."""
+        if self._last is None or wanted not in (None, self.version):
+            return False
+        await self.update(*self._last)
+        return True

@@ -1,0 +1,61 @@
+"""The codec of the product's sockets: tagged messages as MessagePack, numpy arrays among them, no executable content.
+
+Invariant: `decode` returns a well-formed message or raises ValueError, one line.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+DTYPES = ("<i4", "<f4", "<i8")
+"""Types of arrays in messages. An array is encoded as the index of its type, and its bytes."""
+
+
+class WireMessage(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A message: encoded as its class's name and its fields, in order."""
+
+
+def plain(value: Any) -> Any:
+    """Returns a value without a MessagePack type as one that has one. Raises TypeError for other types."""
+    if isinstance(value, np.ndarray):
+        return DTYPES.index(value.dtype.str), np.ascontiguousarray(value).data.cast("B")
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not carried by a socket")
+
+
+def made(kind: type, value: Any) -> Any:
+    """Returns the array of an encoded one. Raises TypeError for other types."""
+    if kind is np.ndarray:
+        place, data = value
+        return np.frombuffer(data, DTYPES[place])
+    raise TypeError(f"{kind.__name__} is not carried by a socket")
+
+
+class Codec:
+    """`messages`: the type of a frame. `strict`: refuses a whole float where an int is promised. `plain`, `made`:
+    convert values of further types, see above.
+    """
+
+    def __init__(
+        self,
+        messages: Any,
+        strict: bool = True,
+        plain: Callable[[Any], Any] = plain,
+        made: Callable[[type, Any], Any] = made,
+    ):
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+        self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=made, strict=strict)
+
+    def encode(self, messages: Any) -> bytes:
+        """Returns one frame. Raises TypeError if a value is of no known type."""
+        return self._encoder.encode(messages)
+
+    def decode(self, frame: bytes) -> Any:
+        """Returns what a frame holds. Raises ValueError."""
+        try:
+            return self._decoder.decode(frame)
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, msgspec.MsgspecError) as error:
+            raise ValueError(" ".join(str(error).split())) from error
