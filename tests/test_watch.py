@@ -7,7 +7,7 @@ from test_rollout_cases import core_of, finish, submit, tick
 from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
 from tailrace.app.watch.tables import pool_line, troubles, view
 from tailrace.deployments.coordinator.status import longest_samples
-from tailrace.deployments.messages.status import BatchStatus, PoolView, ReplicaStatus, SampleStatus, ServiceStatus
+from tailrace.deployments.messages.status import BatchStatus, PoolView, ReplicaStatus, SampleStatus, ServiceSnapshot
 from tailrace.policies.protocol import events as ev
 
 
@@ -21,9 +21,9 @@ def batch(tokens: int, **said) -> BatchStatus:
     return BatchStatus(batch_id="step-7", tokens=tokens, **(usual | said))
 
 
-def service(replicas=(), batches=(), **said) -> ServiceStatus:
+def service(replicas=(), batches=(), **said) -> ServiceSnapshot:
     usual = {"waiting": 1, "running": 2, "observed_s": 0.1, "waits_for": None, "policies": {}, "model": "/models/m"}
-    return ServiceStatus(replicas=tuple(replicas), batches=tuple(batches), **(usual | said))
+    return ServiceSnapshot(replicas=tuple(replicas), batches=tuple(batches), **(usual | said))
 
 
 def work(tokens: int, verifications: int, **more) -> dict[str, int]:
