@@ -6,7 +6,9 @@ from test_rollout_cases import core_of, finish, submit, tick
 
 from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
 from tailrace.app.watch.tables import pool_line, troubles, view
-from tailrace.deployments.coordinator.status import longest_samples
+from tailrace.deployments.coordinator.snapshot_parts import sample_statuses
+from tailrace.deployments.feed.survey import Survey
+from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.status import BatchStatus, PoolView, ReplicaStatus, SampleStatus, ServiceSnapshot
 from tailrace.policies.protocol import events as ev
 
@@ -63,17 +65,26 @@ def test_a_replica_that_came_or_began_anew_has_no_rate():
 
 
 def test_the_longest_unended_samples_come_first_with_state_and_place():
-    core = core_of(chunk_tokens=16, a=8)
+    core, trails = core_of(chunk_tokens=16, a=8), Trails(lambda: 0.0)
+
+    def longest(count):
+        survey = Survey(count, part=None)
+        survey.look(core)
+        return sample_statuses(core, survey.longest(), trails)
+
     submit(core, ev.GroupSpec("g", 16, 3, 64))
     starts = [action for action in tick(core) if hasattr(action, "max_tokens")]
     core.observe(ev.TokensStreamed(0.5, {starts[1].chunk_id: 9}, 0.5))
+    for action in starts:
+        trails.act(action)
     finish(core, starts[2])
-    found = longest_samples(core, 2)
+    found = longest(2)
+    assert [one.why for one in found] == ["waits for room on any replica", starts[1].reason]
     assert [(one.sample_id, one.state, one.tokens) for one in found] == [
         (starts[2].sample_id, "waiting", 16), (starts[1].sample_id, "running", 9)
     ]  # fmt: skip
     assert found[1].replica_id == "a" and found[1].max_tokens == 64 and (found[1].chunks, found[1].copies) == (1, 0)
-    assert len(longest_samples(core, 100)) == 3 and longest_samples(core, 0) == ()
+    assert len(longest(100)) == 3 and longest(0) == ()
 
 
 def test_a_view_names_everything_that_runs():
@@ -82,11 +93,12 @@ def test_a_view_names_everything_that_runs():
         rates.add(
             at_s, service([replica(work=counts)], [batch(at_s * 10, tail=True)], weights_digest="0123456789abcdef")
         )
-    status = service([replica(work=at_work)], [batch(10, tail=True)], weights_digest="0123456789abcdef", paused=True)
     sample = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=1_234,
                           expected_tokens=2_000,
                           max_tokens=4_096, chunks=3, copies=1)  # fmt: skip
-    text = shown(view(status, rates, [sample], max_replicas=5))
+    said = {"weights_digest": "0123456789abcdef", "paused": True, "longest": (sample,)}
+    status = service([replica(work=at_work)], [batch(10, tail=True)], **said)
+    text = shown(view(status, rates, max_replicas=5))
     for word in ("m, weights 0", "0123456789ab", "PAUSED", "step-7", "75%", "6/8", "tail", "r1", "2/8", "25%",
                  "group 75%", "2.00", "step-7/sky#3", "1,234", "2,000"):  # fmt: skip
         assert word in text, word
@@ -99,7 +111,7 @@ def test_rows_of_replicas_are_those_to_look_at_then_the_fullest():
     ]
     rates = Rates()
     rates.add(0.0, service(replicas))
-    text = shown(view(service(replicas), rates, [], max_replicas=3))
+    text = shown(view(service(replicas), rates, max_replicas=3))
     assert all(f"{name} " in text for name in ("bad", "r7", "r6")) and "r5" not in text and "5 more replicas" in text
 
 
