@@ -1,16 +1,29 @@
 """The content of `tailrace status` and `top`: rates between looks, the longest samples, troubles."""
 
+import json
+import pickle
+from dataclasses import fields
+
 import pytest
+from performances import performance
 from rich.console import Console
 from test_rollout_cases import core_of, finish, submit, tick
 
 from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
 from tailrace.app.watch.tables import pool_line, troubles, view
-from tailrace.deployments.coordinator.snapshot_parts import sample_statuses
+from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
+from tailrace.deployments.coordinator.snapshot_parts import replica_statuses, sample_statuses
 from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
+from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.status import BatchStatus, PoolView, ReplicaStatus, SampleStatus, ServiceSnapshot
 from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.performance import Performance
+
+REPORTED = (
+    "preemptions", "work", "performance", "cores", "dtype", "ranks", "weight_transfer", "max_loras", "step_counts",
+    "weights_pause_s",
+)  # fmt: skip
 
 
 def replica(name: str = "r1", **said) -> ReplicaStatus:
@@ -135,3 +148,25 @@ def test_the_pool_line_says_where_kv_came_from():
     line = pool_line(PoolView(status=told, token_bytes=1, counts=counts))
     assert line == "KV pool: 1.00 of 4.00 GiB, 1,500 keys; context tokens here 60%, pool 30%, recomputed 10%"
     assert pool_line(PoolView(status=None, token_bytes=1, counts={})).endswith("here -, pool -, recomputed -")
+
+
+def test_a_replica_s_status_joins_the_core_s_books_and_its_report():
+    report = EngineStats(
+        replica_id="a", weights_version=0, block_tokens=16, kv_capacity_blocks=8, max_running=4, max_model_len=512,
+        draft_tokens=0, observed_at=0.0, preemptions=3, work={"tokens": 5}, performance=performance(), node_id="n",
+        cores=(1, 2), dtype="bfloat16", ranks=2, weight_transfer="nccl", max_loras=6, step_counts=(7,),
+        weights_pause_s=8.5,
+    )  # fmt: skip
+    core, registry = core_of(chunk_tokens=16, a=8, b=8), ReplicaRegistry()
+    registry.reports["a"], registry.observed_at["a"] = report, 10.0
+    found, silent = replica_statuses(core, registry, 12.5)
+    for name in REPORTED:
+        assert getattr(found, name) == getattr(report, name), name
+    assert (found.replica_id, found.ready, found.running, found.closing, found.aside) == ("a", True, 0, False, "")
+    assert (found.copies, found.observed_s, found.state, found.kv_used_share) == (0, 2.5, "ready", 0.0)
+    assert silent.observed_s is None and silent.work == {} and silent.step_counts == ()
+    snapshot = service([found])
+    assert pickle.loads(pickle.dumps(snapshot)) == snapshot
+    (said,) = json.loads(snapshot.model_dump_json())["replicas"]
+    assert (said["cores"], said["work"]) == ([1, 2], {"tokens": 5})
+    assert said["performance"].keys() == {one.name for one in fields(Performance)}

