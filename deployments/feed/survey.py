@@ -12,7 +12,7 @@ from tailrace.policies.core.request_buffer import ENDED, RUNNING, WAITING, Sampl
 from tailrace.policies.core.rollout import RolloutCore
 
 PART = 3_000
-"""Number of samples read at a time: 2 ms."""
+"""Number of samples read in a look: 2 ms."""
 
 LONGEST = 64
 """Number of samples that a board shows."""
