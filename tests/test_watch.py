@@ -2,13 +2,16 @@
 
 import json
 import pickle
+import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from performances import performance
 from rich.console import Console
 from test_rollout_cases import core_of, finish, submit, tick
 
+from tailrace.app.cli import run
 from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
 from tailrace.app.watch.tables import pool_line, troubles, view
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
@@ -43,6 +46,10 @@ def service(replicas=(), batches=(), **said) -> ServiceSnapshot:
 
 def work(tokens: int, verifications: int, **more) -> dict[str, int]:
     return {"tokens": tokens, "verifications": verifications} | more
+
+
+SAMPLE = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=1_234, expected_tokens=2_000,
+                      max_tokens=4_096, chunks=3, copies=1)  # fmt: skip
 
 
 def shown(drawn) -> str:
@@ -106,10 +113,7 @@ def test_a_view_names_everything_that_runs():
         rates.add(
             at_s, service([replica(work=counts)], [batch(at_s * 10, tail=True)], weights_digest="0123456789abcdef")
         )
-    sample = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=1_234,
-                          expected_tokens=2_000,
-                          max_tokens=4_096, chunks=3, copies=1)  # fmt: skip
-    said = {"weights_digest": "0123456789abcdef", "paused": True, "longest": (sample,)}
+    said = {"weights_digest": "0123456789abcdef", "paused": True, "longest": (SAMPLE,)}
     status = service([replica(work=at_work)], [batch(10, tail=True)], **said)
     text = shown(view(status, rates, max_replicas=5))
     for word in ("m, weights 0", "0123456789ab", "PAUSED", "step-7", "75%", "6/8", "tail", "r1", "2/8", "25%",
@@ -170,3 +174,43 @@ def test_a_replica_s_status_joins_the_core_s_books_and_its_report():
     (said,) = json.loads(snapshot.model_dump_json())["replicas"]
     assert (said["cores"], said["work"]) == ([1, 2], {"tokens": 5})
     assert said["performance"].keys() == {one.name for one in fields(Performance)}
+
+
+class Served:
+    """A client of a service with one replica and one sample; Ctrl-C comes at the third snapshot."""
+
+    def __init__(self):
+        self.wanted: list[int] = []
+
+    async def status(self, longest: int = 0) -> ServiceSnapshot:
+        return self.status_blocking(longest)
+
+    def status_blocking(self, longest: int = 0) -> ServiceSnapshot:
+        self.wanted.append(longest)
+        if len(self.wanted) > 2:
+            raise KeyboardInterrupt
+        return service([replica(work=work(10 * len(self.wanted), 5))], [batch(10)], longest=(SAMPLE,)[:longest])
+
+
+@pytest.fixture
+def served(monkeypatch):
+    client = Served()
+    cluster = SimpleNamespace(connect=lambda address, role: client)
+    monkeypatch.setitem(sys.modules, "tailrace.app.cluster", cluster)
+    return client
+
+
+def test_status_as_json_has_the_snapshot_and_its_longest_samples_apart(served, capsys):
+    assert run(["status", "--json", "--longest", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"status", "longest"} and served.wanted == [4] and "longest" not in found["status"]
+    assert found["longest"] == [SAMPLE.model_dump(mode="json")]
+    assert found["status"]["replicas"][0]["work"] == {"tokens": 10, "verifications": 5}
+
+
+@pytest.mark.parametrize("words", [["status"], ["top", "--every-s", "0.2"]])
+def test_status_and_top_show_the_same_snapshot(words, served, capsys):
+    assert run(words) == 0
+    assert served.wanted[:2] == [10, 10]
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("step-7/sky#3", "1,234", "r1", "2/8", "75%"))
