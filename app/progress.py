@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import ServiceSnapshot
 
 POLL_S = 0.5
 LINE_S = 5.0
@@ -34,7 +34,7 @@ class RolloutProgress:
                 self._show(await self._client.status())
                 await asyncio.sleep(POLL_S)
 
-    def _show(self, status: ServiceStatus) -> None:
+    def _show(self, status: ServiceSnapshot) -> None:
         batch = next((b for b in status.batches if b.batch_id == self._batch_id), None)
         if batch is None:
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.deployments.metrics import registry as of
-from tailrace.deployments.metrics.metric import Kind, Metric
+from tailrace.deployments.metrics.metric import Metric
 
 ROOT = Path(__file__).parent.parent
 BOARD, PAGE = ROOT / "monitoring" / "board.json", ROOT / "docs" / "metrics.md"
@@ -96,7 +96,7 @@ def alone(metric: Metric) -> Panel:
     """The panel of one metric."""
     by = f" by ({', '.join(metric.labels)}) " if metric.labels else ""
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels)
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind == "histogram":
         within = ", ".join((*metric.labels, "le"))
         buckets = f"sum by ({within}) (rate({metric.name}_bucket[{WINDOW}]))"
         queries = tuple(
@@ -104,7 +104,7 @@ def alone(metric: Metric) -> Panel:
             for quantile in (0.5, 0.95, 0.99)
         )
         return Panel(metric.name, metric.help, "s", queries)
-    if metric.kind is Kind.COUNTER:
+    if metric.kind == "counter":
         query = f"sum{by}({rate(metric)})", legend or "a second"
         return Panel(metric.name, metric.help, RATE_UNITS[metric.unit], (query,))
     joined = "sum" if metric.labels or metric.unit == "By" else "max"

@@ -14,9 +14,18 @@ import pytest
 import yaml
 from waiting import until
 
+from tailrace.deployments.metrics.metric import Metric
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "monitoring"
 BOARD = json.loads((FOLDER / "board.json").read_text())
+
+
+def names_of(metric: Metric) -> set[str]:
+    """Of a metric's series."""
+    if metric.kind != "histogram":
+        return {metric.series}
+    return {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}
 
 
 def program(name: str) -> str:

@@ -59,7 +59,7 @@ def told(totals: EndTotals) -> EndTotals:
 
 
 def test_timed_totals_count_as_the_service_s_and_no_totals_count_nothing():
-    plain, timed, none = (told(kind(lambda: 1.0)) for kind in (EndTotals, TimedTotals, NoTotals))
+    plain, timed, none = (told(kind()) for kind in (EndTotals, TimedTotals, NoTotals))
     counts = ("tokens", "chunks", "samples", "moves", "faults")
     assert [getattr(timed, name) for name in counts] == [getattr(plain, name) for name in counts]
     assert plain.tokens == 4 and plain.moves == {"recomputed": 1} and plain.chunk_s["decode"].count == 2

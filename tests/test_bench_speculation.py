@@ -9,7 +9,7 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
-from tailrace.deployments.messages.status import ReplicaStatus, ServiceStatus
+from tailrace.deployments.messages.status import ReplicaStatus, ServiceSnapshot
 from tailrace.policies.families.draft_models import Planned
 from tailrace.policies.families.registry import Policies, members
 
@@ -23,7 +23,7 @@ def look(at_s: float, waiting: int, running: tuple[int, ...], **work: int) -> Lo
         for i, count in enumerate(running)
     )  # fmt: skip
     known = {"waiting": waiting, "running": sum(running), "replicas": replicas}
-    return Look(at_s, ServiceStatus(**known, batches=(), observed_s=0.0, waits_for=None, policies={}))
+    return Look(at_s, ServiceSnapshot(**known, batches=(), observed_s=0.0, waits_for=None, policies={}))
 
 
 def test_the_tail_is_where_nothing_waits_and_no_replica_runs_more_than_two():

@@ -78,7 +78,7 @@ class ClockLoop(Loop):
 
 
 def runner_of(engines, clock=(NOW_S,)) -> ChunkRunner:
-    totals = EndTotals(lambda: NOW_S)
+    totals = EndTotals()
     return ChunkRunner(ClockLoop(clock), engines, ReplicaRegistry(), {3: "digest"}, totals, Acceptance())
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import defaultdict
 from random import Random
 from types import SimpleNamespace
 
@@ -9,14 +10,17 @@ import pytest
 from test_rollout_cases import core_of, finish, submit, tick
 
 from tailrace.app.board.news import news
+from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
+from tailrace.deployments.coordinator.snapshot_parts import replica_statuses, sample_statuses
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.deltas import KEPT, Deltas, change, fold
 from tailrace.deployments.feed.feed import LOOKS_SHARE, Feed
-from tailrace.deployments.feed.looks import Looks, Watched
-from tailrace.deployments.feed.survey import LONGEST, PART, Survey
+from tailrace.deployments.feed.looks import Looks
+from tailrace.deployments.feed.survey import LONGEST, PART, Survey, tokens_of
 from tailrace.deployments.feed.trails import KEPT_CHUNKS, KEPT_ENDED, KEPT_FAULTS, Trails
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.deployments.messages.status import ServiceSnapshot
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.policies.protocol import actions as ac
 from tailrace.policies.protocol import events as ev
@@ -130,6 +134,11 @@ def test_a_survey_of_many_samples_takes_several_looks_and_finds_the_longest():
     submit(core, ev.GroupSpec("b~1/p", 16, 2 * PART + 1, 100))
     chunks = [one for one in tick(core) if isinstance(one, ac.StartChunk)]
     core.observe(ev.TokensStreamed(0.0, {chunks[0].chunk_id: 7}, 0.0))
+    whole = Survey(count=2, part=None)
+    whole.look(core)
+    assert (
+        whole.tokens == {"b": 7} and len(whole.longest()) == 2 and whole.waiting.total() == 2 * PART + 1 - len(chunks)
+    )
     survey = Survey()
     for _ in range(2):
         survey.look(core)
@@ -150,26 +159,40 @@ def test_a_waiting_sample_says_what_it_waits_for():
     assert core.room_wanted(core.sample("p#0")) == "a replica that is ready" and core.sample("p#9") is None
 
 
+def test_tokens_of_an_ended_chunk_count_once_while_its_sample_waits():
+    core = core_of(chunk_tokens=10, r=3)
+    submit(core, ev.GroupSpec("p", 16, 1, 100))
+    (chunk,) = tick(core)
+    core.observe(ev.TokensStreamed(0.0, {chunk.chunk_id: 7}, 0.0))
+    assert tokens_of(core.sample("p#0")) == 7
+    finish(core, chunk)
+    assert core.sample("p#0").state.value == "waiting" and tokens_of(core.sample("p#0")) == 10
+
+
 def report(name: str, tokens: int) -> EngineStats:
     work = {"tokens": tokens, "verifications": tokens // 2, "drafted.mate": 8, "accepted.mate": 4}
     return EngineStats(name, 0, 16, 100, 4, 100, 0, 0.0, work=work)
 
 
-def looks_of(core, reports, trails=None, pool=None) -> Looks:
-    batches = SimpleNamespace(all=list)
-    return Looks(
-        Watched(
-            core=lambda: core,
-            reports=lambda: reports,
-            batches=batches,
-            trails=trails or Trails(lambda: 0.0),
-            acceptance=Acceptance(),
-            pool=lambda: pool,
-            service=lambda: {"weights": 0},
-            contained=dict,
-            now=lambda: 0.0,
+def looks_of(core, reports) -> Looks:
+    trails, registry = Trails(lambda: 0.0), ReplicaRegistry()
+    registry.reports, registry.observed_at = reports, defaultdict(float)
+
+    def snapshot(survey: Survey) -> ServiceSnapshot:
+        survey.look(core)
+        counts = core.counts()
+        return ServiceSnapshot(
+            **{name: counts[name] for name in ("waiting", "running", "held")},
+            waiting_for=survey.waiting,
+            longest=sample_statuses(core, survey.longest(), trails),
+            replicas=replica_statuses(core, registry, 0.0),
+            batches=(),
+            observed_s=0.0,
+            waits_for=None,
+            policies={},
         )
-    )
+
+    return Looks(snapshot)
 
 
 def test_looks_give_the_rows_that_have_changed_alone():

@@ -163,3 +163,55 @@ def test_a_broad_catch_is_found(handler, lines):
         ("with contextlib.suppress(Exception):\n    pass\n", [1]),
     ):
         assert broad_catches(source, ast.parse(source)) == found
+
+
+# ---- watching a service ---------------------------------------------------------------------------------
+
+METRICS = names_of(sources("deployments/metrics"))
+READ_BY_METRICS = (
+    "tailrace.deployments.messages", "tailrace.deployments.metrics", "tailrace.deployments.feed.survey",
+    "tailrace.policies.protocol",
+)  # fmt: skip
+"""Parts of the product that hold no sample, and the survey, which reads them."""
+
+
+def foreign_writes(tree: ast.Module) -> list[int]:
+    """Lines that set an attribute of another object than `self`."""
+    return [
+        node.lineno
+        for node in nodes_of(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and root_of(node) != "self"
+    ]
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return getattr(node, "id", "")
+
+
+def test_whatever_watches_a_service_writes_to_itself_alone():
+    watchers = [*METRICS, *(f"deployments/feed/{name}.py" for name in ("survey", "sections", "looks"))]
+    assert offences(watchers, lambda name: foreign_writes(tree_of(name))) == {}
+    assert foreign_writes(ast.parse("sample.tokens += 1\nself.a.b = 2\nself.c[sample.index] = 3")) == [1]
+
+
+def imported_by(tree: ast.Module) -> set[str]:
+    found = {node.module for node in nodes_of(tree) if isinstance(node, ast.ImportFrom)}
+    return {name for name in found if name.startswith("tailrace.")}
+
+
+def test_metrics_import_nothing_that_holds_a_sample():
+    def others(name: str) -> set[str]:
+        return {one for one in imported_by(tree_of(name)) if not one.startswith(READ_BY_METRICS)}
+
+    assert offences(METRICS, others) == {}
+
+
+def calls_of(tree: ast.Module, name: str) -> int:
+    return sum(isinstance(node, ast.Call) and getattr(node.func, "id", "") == name for node in nodes_of(tree))
+
+
+def test_a_snapshot_has_one_builder():
+    built = {name: count for name in EVERY if (count := calls_of(tree_of(name), "ServiceSnapshot"))}
+    assert built == {"deployments/coordinator/rollouts.py": 1}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tailrace.deployments.coordinator import kv_pool_manager
-from tailrace.deployments.coordinator.kv_pool_manager import MAX_GONE, KvPoolManager
+from tailrace.deployments.coordinator.kv_pool_manager import MAX_GONE, SUMMED_REPLICAS, KvPoolManager
 from tailrace.kvpool.keys import NAME_BYTES
 from tailrace.kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
 from tailrace.policies.protocol.actions import ReleaseCause, ReleaseKv
@@ -27,6 +27,18 @@ def test_counts_of_replicas_that_are_gone_add_up_in_little_room():
         manager.learn([report(f"r{number}", 1), report("stays", number)])
     assert manager.view().counts["pool_tokens"] == 500 + 499
     assert len(manager._engine_counts) <= MAX_GONE + 2
+
+
+def test_sums_over_many_replicas_are_made_less_often_and_never_fall():
+    manager, seen = KvPoolManager(None), []
+    for hits in range(1, 9):
+        manager.learn([report(f"r{number}", hits) for number in range(4 * SUMMED_REPLICAS)])
+        seen.append(manager.view().counts["pool_tokens"] // (4 * SUMMED_REPLICAS))
+    assert seen == [1, 1, 1, 1, 5, 5, 5, 5]
+    for _ in range(3):
+        manager.learn([])  # all are gone, and most of their counts are summed apart
+        seen.append(manager.view().counts["pool_tokens"] // (4 * SUMMED_REPLICAS))
+    assert seen[8:] == [8, 8, 8]
 
 
 class Failing:

@@ -49,7 +49,7 @@ def test_a_sample_s_chunks_are_rows_with_reasons_races_and_errors():
 
 
 def test_a_batch_shows_its_ends_faults_and_samples():
-    fault = FaultLog(at_s=5.0, sample_id="b~1/sky#0", replica_id="r2", text="out of memory")
+    fault = FaultLog(number=1, at_s=5.0, sample_id="b~1/sky#0", replica_id="r2", text="out of memory")
     text = shown(batch_view(batch(sample(end="failed", error="given up"), faults=(fault,)), 20.0))
     for part in ("over; 1 failed, 3 stop; 9 chunks, 2 moves", "out of memory", "given up"):
         assert part in text, part

@@ -5,14 +5,13 @@ import subprocess
 
 import pytest
 import yaml
-from prometheus import BOARD, FOLDER, ROOT, program
+from prometheus import BOARD, FOLDER, ROOT, names_of, program
 
-from tailrace.deployments.metrics.metric import Kind
 from tailrace.deployments.metrics.registry import REGISTRY
 
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", ())]
 ALERTS = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-KNOWN = {name for metric in REGISTRY for name, _ in metric.all_series()}
+KNOWN = {name for metric in REGISTRY for name in names_of(metric)}
 NAME, LABEL = re.compile(r"\btailrace_\w+"), re.compile(r"(tailrace_\w+)\{([^}]*)\}")
 
 
@@ -33,7 +32,7 @@ def test_every_metric_is_on_the_board_and_in_the_table_and_nothing_else_is(made)
     named = {name for query in QUERIES for name in NAME.findall(query)}
     assert named <= KNOWN
     for metric in REGISTRY:
-        assert named & {name for name, _ in metric.all_series()}, metric.name
+        assert named & names_of(metric), metric.name
         assert f"| `{metric.series}` |" in made.PAGE.read_text()
 
 
@@ -50,15 +49,15 @@ def test_panels_do_not_overlap_and_ids_are_unique():
 def test_counters_are_read_as_rates_and_gauges_are_not():
     for query in QUERIES:
         for metric in REGISTRY:
-            for name, _ in metric.all_series():
+            for name in names_of(metric):
                 for before in re.findall(rf"(\w*)\(?{name}\b", query):
-                    assert (before == "rate") == (metric.kind is not Kind.GAUGE), query
+                    assert (before == "rate") == (metric.kind != "gauge"), query
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 def test_an_alert_names_known_series_and_labels_and_is_explained(alert):
     assert set(NAME.findall(alert["expr"])) <= KNOWN
-    by_series = {name: metric for metric in REGISTRY for name, _ in metric.all_series()}
+    by_series = {name: metric for metric in REGISTRY for name in names_of(metric)}
     for name, labels in LABEL.findall(alert["expr"]):
         for label, value in re.findall(r'(\w+)="([^"]*)"', labels):
             assert value in by_series[name].labels[label]

@@ -3,7 +3,7 @@
 import pytest
 
 from tailrace.app.train.replica_seconds import ReplicaSeconds
-from tailrace.deployments.messages.status import ReplicaStatus, ServiceStatus
+from tailrace.deployments.messages.status import ReplicaStatus, ServiceSnapshot
 
 
 class Service:
@@ -20,7 +20,7 @@ class Service:
             )
             for name, micros in self.up.items()
         ]  # fmt: skip
-        return ServiceStatus(
+        return ServiceSnapshot(
             waiting=0, running=0, batches=(), replicas=replicas, observed_s=0.0, waits_for=None, policies={}
         )
 

@@ -15,7 +15,7 @@ from tailrace.policies.families.registry import Policies
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 COORDINATOR = DEPLOYMENTS / "coordinator" / "coordinator.py", DEPLOYMENTS / "feed" / "watch_calls.py"
 RIGHTS = {
-    Role.OBSERVER: {"status", "longest_samples", "replica_changes", "watch", "sample_log", "batch_log"},
+    Role.OBSERVER: {"status", "replica_changes", "watch", "sample_log", "batch_log"},
     Role.EVALUATOR: {
         "rollout", "renew", "take_spans", "generate", "cancel_samples", "renew_session", "close_session",
         "stream_sample", "sample_detail", "model_folder", "tokenizer_files",
@@ -186,10 +186,10 @@ def test_the_client_names_its_role_in_every_call():
     client = RolloutClient(handle=handle, role="evaluator")
     client.status_blocking()
     list(client.replica_changes_blocking())
-    assert handle.calls == [("status", Role.EVALUATOR), ("replica_changes", Role.EVALUATOR)]
+    assert handle.calls == [("status", Role.EVALUATOR, 0), ("replica_changes", Role.EVALUATOR)]
     handle.calls.clear()
     RolloutClient(handle=handle).status_blocking()
-    assert handle.calls == [("status", Role.TRAINER)], "the default"
+    assert handle.calls == [("status", Role.TRAINER, 0)], "the default"
 
 
 def test_policies_travel_as_data_and_a_refusal_is_one_line():

@@ -14,7 +14,7 @@ from waiting import until
 from tailrace.app.cli import run
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
-from tailrace.deployments.messages.status import BatchStatus, ServiceStatus
+from tailrace.deployments.messages.status import BatchStatus, ServiceSnapshot
 from tailrace.lab.demo import PROMPTS
 from tailrace.lab.soak.answers import AnswerBook, Stretch
 from tailrace.lab.soak.crossings import judge, request
@@ -280,10 +280,10 @@ def test_processes_are_this_one_and_its_children():
     child.communicate()
 
 
-def status(tokens: int, contained: dict | None = None) -> ServiceStatus:
+def status(tokens: int, contained: dict | None = None) -> ServiceSnapshot:
     batch = BatchStatus(batch_id="b", samples=1, ended=0, groups=1, emitted=0, tokens=tokens, tail=False, seconds=1.0)
     quiet = {"waiting": 0, "running": 1, "replicas": (), "observed_s": 0.0, "waits_for": None, "policies": {}}
-    return ServiceStatus(batches=(batch,), contained=contained or {}, **quiet)
+    return ServiceSnapshot(batches=(batch,), contained=contained or {}, **quiet)
 
 
 def test_silence_rates_and_contained_errors_over_a_lost_coordinator():

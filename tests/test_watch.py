@@ -1,14 +1,32 @@
 """The content of `tailrace status` and `top`: rates between looks, the longest samples, troubles."""
 
+import json
+import pickle
+import sys
+from dataclasses import fields
+from types import SimpleNamespace
+
 import pytest
+from performances import performance
 from rich.console import Console
 from test_rollout_cases import core_of, finish, submit, tick
 
+from tailrace.app.cli import run
 from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
 from tailrace.app.watch.tables import pool_line, troubles, view
-from tailrace.deployments.coordinator.status import longest_samples
-from tailrace.deployments.messages.status import BatchStatus, PoolView, ReplicaStatus, SampleStatus, ServiceStatus
+from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
+from tailrace.deployments.coordinator.snapshot_parts import replica_statuses, sample_statuses
+from tailrace.deployments.feed.survey import Survey
+from tailrace.deployments.feed.trails import Trails
+from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.status import BatchStatus, PoolView, ReplicaStatus, SampleStatus, ServiceSnapshot
 from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.performance import Performance
+
+REPORTED = (
+    "preemptions", "work", "performance", "cores", "dtype", "ranks", "weight_transfer", "max_loras", "step_counts",
+    "weights_pause_s",
+)  # fmt: skip
 
 
 def replica(name: str = "r1", **said) -> ReplicaStatus:
@@ -21,13 +39,17 @@ def batch(tokens: int, **said) -> BatchStatus:
     return BatchStatus(batch_id="step-7", tokens=tokens, **(usual | said))
 
 
-def service(replicas=(), batches=(), **said) -> ServiceStatus:
+def service(replicas=(), batches=(), **said) -> ServiceSnapshot:
     usual = {"waiting": 1, "running": 2, "observed_s": 0.1, "waits_for": None, "policies": {}, "model": "/models/m"}
-    return ServiceStatus(replicas=tuple(replicas), batches=tuple(batches), **(usual | said))
+    return ServiceSnapshot(replicas=tuple(replicas), batches=tuple(batches), **(usual | said))
 
 
 def work(tokens: int, verifications: int, **more) -> dict[str, int]:
     return {"tokens": tokens, "verifications": verifications} | more
+
+
+SAMPLE = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=1_234, expected_tokens=2_000,
+                      max_tokens=4_096, chunks=3, copies=1)  # fmt: skip
 
 
 def shown(drawn) -> str:
@@ -63,17 +85,26 @@ def test_a_replica_that_came_or_began_anew_has_no_rate():
 
 
 def test_the_longest_unended_samples_come_first_with_state_and_place():
-    core = core_of(chunk_tokens=16, a=8)
+    core, trails = core_of(chunk_tokens=16, a=8), Trails(lambda: 0.0)
+
+    def longest(count):
+        survey = Survey(count, part=None)
+        survey.look(core)
+        return sample_statuses(core, survey.longest(), trails)
+
     submit(core, ev.GroupSpec("g", 16, 3, 64))
     starts = [action for action in tick(core) if hasattr(action, "max_tokens")]
     core.observe(ev.TokensStreamed(0.5, {starts[1].chunk_id: 9}, 0.5))
+    for action in starts:
+        trails.act(action)
     finish(core, starts[2])
-    found = longest_samples(core, 2)
+    found = longest(2)
+    assert [one.why for one in found] == ["waits for room on any replica", starts[1].reason]
     assert [(one.sample_id, one.state, one.tokens) for one in found] == [
         (starts[2].sample_id, "waiting", 16), (starts[1].sample_id, "running", 9)
     ]  # fmt: skip
     assert found[1].replica_id == "a" and found[1].max_tokens == 64 and (found[1].chunks, found[1].copies) == (1, 0)
-    assert len(longest_samples(core, 100)) == 3 and longest_samples(core, 0) == ()
+    assert len(longest(100)) == 3 and longest(0) == ()
 
 
 def test_a_view_names_everything_that_runs():
@@ -82,11 +113,9 @@ def test_a_view_names_everything_that_runs():
         rates.add(
             at_s, service([replica(work=counts)], [batch(at_s * 10, tail=True)], weights_digest="0123456789abcdef")
         )
-    status = service([replica(work=at_work)], [batch(10, tail=True)], weights_digest="0123456789abcdef", paused=True)
-    sample = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=1_234,
-                          expected_tokens=2_000,
-                          max_tokens=4_096, chunks=3, copies=1)  # fmt: skip
-    text = shown(view(status, rates, [sample], max_replicas=5))
+    said = {"weights_digest": "0123456789abcdef", "paused": True, "longest": (SAMPLE,)}
+    status = service([replica(work=at_work)], [batch(10, tail=True)], **said)
+    text = shown(view(status, rates, max_replicas=5))
     for word in ("m, weights 0", "0123456789ab", "PAUSED", "step-7", "75%", "6/8", "tail", "r1", "2/8", "25%",
                  "group 75%", "2.00", "step-7/sky#3", "1,234", "2,000"):  # fmt: skip
         assert word in text, word
@@ -99,7 +128,7 @@ def test_rows_of_replicas_are_those_to_look_at_then_the_fullest():
     ]
     rates = Rates()
     rates.add(0.0, service(replicas))
-    text = shown(view(service(replicas), rates, [], max_replicas=3))
+    text = shown(view(service(replicas), rates, max_replicas=3))
     assert all(f"{name} " in text for name in ("bad", "r7", "r6")) and "r5" not in text and "5 more replicas" in text
 
 
@@ -123,3 +152,65 @@ def test_the_pool_line_says_where_kv_came_from():
     line = pool_line(PoolView(status=told, token_bytes=1, counts=counts))
     assert line == "KV pool: 1.00 of 4.00 GiB, 1,500 keys; context tokens here 60%, pool 30%, recomputed 10%"
     assert pool_line(PoolView(status=None, token_bytes=1, counts={})).endswith("here -, pool -, recomputed -")
+
+
+def test_a_replica_s_status_joins_the_core_s_books_and_its_report():
+    report = EngineStats(
+        replica_id="a", weights_version=0, block_tokens=16, kv_capacity_blocks=8, max_running=4, max_model_len=512,
+        draft_tokens=0, observed_at=0.0, preemptions=3, work={"tokens": 5}, performance=performance(), node_id="n",
+        cores=(1, 2), dtype="bfloat16", ranks=2, weight_transfer="nccl", max_loras=6, step_counts=(7,),
+        weights_pause_s=8.5,
+    )  # fmt: skip
+    core, registry = core_of(chunk_tokens=16, a=8, b=8), ReplicaRegistry()
+    registry.reports["a"], registry.observed_at["a"] = report, 10.0
+    found, silent = replica_statuses(core, registry, 12.5)
+    for name in REPORTED:
+        assert getattr(found, name) == getattr(report, name), name
+    assert (found.replica_id, found.ready, found.running, found.closing, found.aside) == ("a", True, 0, False, "")
+    assert (found.copies, found.observed_s, found.state, found.kv_used_share) == (0, 2.5, "ready", 0.0)
+    assert silent.observed_s is None and silent.work == {} and silent.step_counts == ()
+    snapshot = service([found])
+    assert pickle.loads(pickle.dumps(snapshot)) == snapshot
+    (said,) = json.loads(snapshot.model_dump_json())["replicas"]
+    assert (said["cores"], said["work"]) == ([1, 2], {"tokens": 5})
+    assert said["performance"].keys() == {one.name for one in fields(Performance)}
+
+
+class Served:
+    """A client of a service with one replica and one sample; Ctrl-C comes at the third snapshot."""
+
+    def __init__(self):
+        self.wanted: list[int] = []
+
+    async def status(self, longest: int = 0) -> ServiceSnapshot:
+        return self.status_blocking(longest)
+
+    def status_blocking(self, longest: int = 0) -> ServiceSnapshot:
+        self.wanted.append(longest)
+        if len(self.wanted) > 2:
+            raise KeyboardInterrupt
+        return service([replica(work=work(10 * len(self.wanted), 5))], [batch(10)], longest=(SAMPLE,)[:longest])
+
+
+@pytest.fixture
+def served(monkeypatch):
+    client = Served()
+    cluster = SimpleNamespace(connect=lambda address, role: client)
+    monkeypatch.setitem(sys.modules, "tailrace.app.cluster", cluster)
+    return client
+
+
+def test_status_as_json_has_the_snapshot_and_its_longest_samples_apart(served, capsys):
+    assert run(["status", "--json", "--longest", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"status", "longest"} and served.wanted == [4] and "longest" not in found["status"]
+    assert found["longest"] == [SAMPLE.model_dump(mode="json")]
+    assert found["status"]["replicas"][0]["work"] == {"tokens": 10, "verifications": 5}
+
+
+@pytest.mark.parametrize("words", [["status"], ["top", "--every-s", "0.2"]])
+def test_status_and_top_show_the_same_snapshot(words, served, capsys):
+    assert run(words) == 0
+    assert served.wanted[:2] == [10, 10]
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("step-7/sky#3", "1,234", "r1", "2/8", "75%"))

@@ -40,7 +40,7 @@ from tailrace.deployments.messages.status import (
     SampleDetail,
     SampleLog,
     SampleStatus,
-    ServiceStatus,
+    ServiceSnapshot,
 )
 from tailrace.deployments.staging.slots import Slots, memory_source, service_name
 from tailrace.deployments.telemetry import Telemetry
@@ -411,9 +411,12 @@ class RolloutClient:
 
     # ---- status ------------------------------------------------------------------------------------------
 
-    async def status(self) -> ServiceStatus:
-        """Returns replicas, batches, pool and counters, as of the last replica reports."""
-        return await self._connection.ask("status")
+    async def status(self, longest: int = 0) -> ServiceSnapshot:
+        """Returns the service at one moment: replicas, batches, pool and counters, as of the last replica reports.
+
+        `longest`: number of the longest unended samples in it.
+        """
+        return await self._connection.ask("status", longest)
 
     status_blocking = blocking(status)
 
@@ -435,7 +438,7 @@ class RolloutClient:
 
     async def longest_samples(self, count: int = 10) -> tuple[SampleStatus, ...]:
         """Returns the longest unended samples by tokens so far, longest first: the tail as it forms."""
-        return await self._connection.ask("longest_samples", count)
+        return (await self.status(count)).longest
 
     longest_samples_blocking = blocking(longest_samples)
 

@@ -8,24 +8,19 @@ count.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from secrets import token_hex
 
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
-from tailrace.deployments.metrics.export import doors_of
-from tailrace.deployments.metrics.metric import Distribution, Figures
-from tailrace.deployments.metrics.registry import (
-    GATEWAY,
-    HTTP_OPEN,
-    HTTP_REFUSED,
-    HTTP_REQUESTS,
-    HTTP_SECONDS,
-)
-from tailrace.deployments.metrics.text import prometheus_text
+from tailrace.deployments.metrics.export import export_of
+from tailrace.deployments.metrics.metric import Distribution
+from tailrace.deployments.metrics.registry import HTTP_OPEN, HTTP_REFUSED, HTTP_REQUESTS, HTTP_SECONDS
 
 NO_ROUTE = "none"
 """Label of a request that has reached no route."""
@@ -43,7 +38,7 @@ def reason_of(status: int, route: str) -> str | None:
     return REASONS.get(status, "content" if 400 <= status < 499 else None)
 
 
-class GatewayMetrics:
+class GatewayMetrics(Collector):
     """The figures of one process. `replica`: label of its figures on the page."""
 
     def __init__(self) -> None:
@@ -63,16 +58,19 @@ class GatewayMetrics:
         if (reason := reason_of(status, route)) is not None:
             self._refused[reason,] += 1
 
-    def figures(self) -> Figures:
-        return {
-            HTTP_REQUESTS.name: dict(self._requests),
-            HTTP_REFUSED.name: dict(self._refused),
-            HTTP_SECONDS.name: {route: found.copy() for route, found in self._seconds.items()},
-            HTTP_OPEN.name: {(): self._open},
-        }
+    def families(self, **constant: str) -> Iterator[Family]:
+        """Yields the figures. `constant`: further labels of every series, with their values."""
+        yield HTTP_REQUESTS.family(self._requests, constant)
+        yield HTTP_REFUSED.family(self._refused, constant)
+        yield HTTP_SECONDS.family(self._seconds, constant)
+        yield HTTP_OPEN.family({(): self._open}, constant)
+
+    def collect(self) -> Iterator[Family]:
+        """Yields the figures of the page."""
+        return self.families(replica=self.replica)
 
     def page(self) -> bytes:
-        return prometheus_text(GATEWAY, self.figures(), {"replica": self.replica})
+        return generate_latest(self)
 
 
 class Metered:
@@ -119,8 +117,8 @@ def exporting(otlp: bool) -> Callable:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        doors = doors_of("gateway", otlp, app.state.metrics.figures)
-        task = asyncio.get_running_loop().create_task(doors.export())
+        export = export_of("gateway", otlp, app.state.metrics.families)
+        task = asyncio.get_running_loop().create_task(export.run())
         yield
         task.cancel()
 

@@ -1,10 +1,10 @@
 """The part of vLLM's configuration that clients read at `/server_info`. Source of names: vLLM 0.32's `VllmConfig`."""
 
 from tailrace.app.gateway.service import ServedModel
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import ServiceSnapshot
 
 
-def vllm_config(model: ServedModel, status: ServiceStatus) -> dict:
+def vllm_config(model: ServedModel, status: ServiceSnapshot) -> dict:
     """Returns the part. `dtype`, `weight_transfer_config` and `lora_config` are those of the first replica; null while
     there is none.
     """

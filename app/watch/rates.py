@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import ServiceSnapshot
 
 WINDOW_S = 5.0
 """Seconds over which rates are computed. A chunk's drafts are counted as it ends, so a shorter window would jump."""
@@ -16,7 +16,7 @@ WINDOW_S = 5.0
 
 class Look(NamedTuple):
     at_s: float
-    status: ServiceStatus
+    status: ServiceSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Rates:
     def __init__(self):
         self._looks: deque[Look] = deque()
 
-    def add(self, at_s: float, status: ServiceStatus) -> None:
+    def add(self, at_s: float, status: ServiceSnapshot) -> None:
         """Adds a reading. `at_s`: seconds of any clock that only grows."""
         self._looks.append(Look(at_s, status))
         while len(self._looks) > 2 and at_s - self._looks[1].at_s >= WINDOW_S:
@@ -74,9 +74,9 @@ class Rates:
         return sum(rate for rate in known if rate is not None) if any(rate is not None for rate in known) else None
 
 
-def _tokens_of(status: ServiceStatus, batch_id: str) -> int | None:
+def _tokens_of(status: ServiceSnapshot, batch_id: str) -> int | None:
     return next((batch.tokens for batch in status.batches if batch.batch_id == batch_id), None)
 
 
-def _work_of(status: ServiceStatus, replica_id: str) -> Mapping[str, int] | None:
+def _work_of(status: ServiceSnapshot, replica_id: str) -> Mapping[str, int] | None:
     return next((replica.work for replica in status.replicas if replica.replica_id == replica_id), None)

@@ -9,26 +9,26 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.app.watch.rates import Rates
-from tailrace.deployments.messages.status import PoolView, ReplicaStatus, SampleStatus, ServiceStatus
+from tailrace.deployments.messages.status import PoolView, SampleStatus, ServiceSnapshot
 
 GIB = 1 << 30
 
 
-def view(status: ServiceStatus, rates: Rates, longest: Sequence[SampleStatus], max_replicas: int) -> RenderableType:
+def view(status: ServiceSnapshot, rates: Rates, max_replicas: int) -> RenderableType:
     """Returns the whole view. `max_replicas`: rows of replicas, those that need attention first, then the fullest."""
     parts = [_headline(status, rates)]
     parts += [Text(f"! {line}", style="bold red") for line in troubles(status)]
     if status.batches:
         parts.append(_batches(status, rates))
     parts.append(_replicas(status, rates, max_replicas))
-    if longest:
-        parts.append(_samples(longest))
+    if status.longest:
+        parts.append(_samples(status.longest))
     if status.pool is not None:
         parts.append(Text(pool_line(status.pool), style="dim"))
     return Group(*(line for part in parts for line in (part, "")))
 
 
-def troubles(status: ServiceStatus) -> list[str]:
+def troubles(status: ServiceSnapshot) -> list[str]:
     """Returns one line for each thing that may need repair."""
     found = [f"nothing can run: waits for {status.waits_for}"] if status.waits_for else []
     found += [f"{one.replica_id} is set aside: {one.aside}" for one in status.replicas if one.aside]
@@ -42,14 +42,6 @@ def troubles(status: ServiceStatus) -> list[str]:
         counts = ", ".join(f"{name} {count:,}" for name, count in sorted(status.contained.items()))
         found.append(f"errors contained so far: {counts}")
     return found
-
-
-def state_of(replica: ReplicaStatus) -> str:
-    if replica.aside:
-        return "aside"
-    if replica.closing:
-        return "closing"
-    return "ready" if replica.ready else "not ready"
 
 
 def pool_line(pool: PoolView) -> str:
@@ -76,7 +68,7 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _headline(status: ServiceStatus, rates: Rates) -> Text:
+def _headline(status: ServiceSnapshot, rates: Rates) -> Text:
     words = [f"{status.model.rstrip('/').rpartition('/')[2]}, weights {status.weights_version}"]
     if status.weights_digest:
         words[0] += f" ({status.weights_digest[:12]})"
@@ -102,7 +94,7 @@ def plain_table(*columns: str, words: Sequence[str] = (), wrapped: str = "") -> 
     return table
 
 
-def _batches(status: ServiceStatus, rates: Rates) -> Table:
+def _batches(status: ServiceSnapshot, rates: Rates) -> Table:
     table = plain_table("batch", "ended", "samples", "groups out", "tokens", "tokens/s", "seconds", "")
     for batch in status.batches:
         cells = (
@@ -114,18 +106,18 @@ def _batches(status: ServiceStatus, rates: Rates) -> Table:
     return table
 
 
-def _replicas(status: ServiceStatus, rates: Rates, max_rows: int) -> RenderableType:
+def _replicas(status: ServiceSnapshot, rates: Rates, max_rows: int) -> RenderableType:
     if not status.replicas:
         return Text("no engine replica is up", style="yellow")
-    ordered = sorted(status.replicas, key=lambda one: (state_of(one) == "ready", -one.running))[:max_rows]
+    ordered = sorted(status.replicas, key=lambda one: (one.state == "ready", -one.running))[:max_rows]
     table = plain_table("replica", "state", "running", "KV", "weights", "tokens/s", "per step", "accepted",
                         "preempted", words=("state", "accepted"))  # fmt: skip
     for replica in ordered:
-        state, rate = state_of(replica), rates.replica(replica.replica_id)
+        rate = rates.replica(replica.replica_id)
         accepted = ", ".join(f"{name} {part:.0%}" for name, part in (rate.accepted or {}).items())
         table.add_row(
             replica.replica_id,
-            Text(state, style="" if state == "ready" else "yellow"),
+            Text(replica.state, style="" if replica.state == "ready" else "yellow"),
             f"{replica.running}/{replica.max_running}",
             f"{replica.kv_used_share:.0%}",
             str(replica.weights_version),

@@ -16,7 +16,7 @@ from tailrace.app.config import ServeFile, with_engine
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.summary import summarise
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import ServiceSnapshot
 from tailrace.lab.verification.runs import GROUP, drafts
 from tailrace.lab.verification.services import Engine
 from tailrace.policies.families.registry import Policies
@@ -42,7 +42,7 @@ OF_VLLM: dict[str, Engine] = {
 class Look:
     """One look at a running service: seconds since the rollout began, samples that wait and run, work done so far."""
 
-    def __init__(self, at_s: float, status: ServiceStatus):
+    def __init__(self, at_s: float, status: ServiceSnapshot):
         self.at_s = at_s
         self.in_tail = not status.waiting and 0 < max((r.running for r in status.replicas), default=0) <= TAIL_RUNNING
         self.work: dict[str, int] = {}

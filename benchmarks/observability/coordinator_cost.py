@@ -2,29 +2,28 @@
 
 Two ways: the loop's thread's processor time for each chunk's end in windows with all of it and without; and, since new
 batches come unevenly and weigh far more, the time of all that exists for it, call by call, by the same clock, in the
-windows with it. With: as in the service, all its doors, but for a collector's answer to metrics. Without: no end is
+windows with it. With: as in the service, all its exporters, but for a collector's answer to metrics. Without: no end is
 counted, nothing is read or watched; the few spans that are made are taken off by their time. Called by
 benchmarks/control_plane/fleet_coordinator.py.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from statistics import median
 
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
+from prometheus_client.metrics_core import Metric as Family
 
 from benchmarks.observability.board_looks import Reader, TimedLooks
 from benchmarks.observability.totals import NoTotals, TimedTotals
 from benchmarks.observability.tracing_cost import TracingCost
 from benchmarks.observability.windows import WINDOW_S, Window, costs
 from tailrace.deployments.coordinator.rollouts import Rollouts
-from tailrace.deployments.metrics.export import MetricsDoors
-from tailrace.deployments.metrics.meters import OtlpDoor
-from tailrace.deployments.metrics.metric import Figures
-from tailrace.deployments.metrics.ray_door import RayDoor
-from tailrace.deployments.metrics.registry import COORDINATOR
+from tailrace.deployments.metrics.export import MetricsExport
+from tailrace.deployments.metrics.otlp_exporter import OtlpExporter
+from tailrace.deployments.metrics.ray_exporter import RayExporter
 
 JOIN_S = 2.0
 """Before a window with a board, whose first look finds all rows new."""
@@ -43,28 +42,28 @@ class Dropped(MetricExporter):
         pass
 
 
-class TimedDoors(MetricsDoors):
+class TimedExport(MetricsExport):
     """`took_s`: of the exporting thread's processor time."""
 
     took_s = 0.0
 
-    def give(self, figures: Figures) -> None:
+    def send(self, families: Sequence[Family]) -> None:
         began_s = time.thread_time()
-        super().give(figures)
+        super().send(families)
         self.took_s += time.thread_time() - began_s
 
 
 class Read:
-    """Reads the figures, and times it."""
+    """Reads the metrics, and times it."""
 
     def __init__(self, rollouts: Rollouts):
         self._rollouts, self.took_s = rollouts, []
 
-    def __call__(self) -> Figures:
+    def __call__(self) -> list[Family]:
         began_s = time.thread_time()
-        figures = self._rollouts.figures()
+        families = list(self._rollouts.metrics.collect())
         self.took_s.append(time.thread_time() - began_s)
-        return figures
+        return families
 
 
 class Observed:
@@ -72,10 +71,10 @@ class Observed:
 
     def __init__(self, rollouts: Rollouts, engines, tracing: TracingCost):
         self._rollouts, self._engines, self._tracing = rollouts, engines, tracing
-        self._own, self._timed, self._none = rollouts.totals, TimedTotals(rollouts.now), NoTotals(rollouts.now)
+        self._own, self._timed, self._none = rollouts.totals, TimedTotals(), NoTotals()
         self.read, self.looks, self.reader = Read(rollouts), TimedLooks(rollouts), Reader(rollouts)
-        doors = OtlpDoor("tailrace-coordinator", COORDINATOR, Dropped()), RayDoor(COORDINATOR)
-        self.doors = TimedDoors(list(doors), self.read)
+        exporters = OtlpExporter("tailrace-coordinator", Dropped()), RayExporter()
+        self.export = TimedExport(exporters, self.read)
 
     async def window(self, on: bool) -> Window:
         """One window, with all observers or without."""
@@ -89,7 +88,7 @@ class Observed:
         self._rollouts.count_by(self._timed)
         watching = asyncio.ensure_future(self.reader.run())
         await asyncio.sleep(JOIN_S)
-        exporting = asyncio.ensure_future(self.doors.export())
+        exporting = asyncio.ensure_future(self.export.run())
         yield
         for task in (watching, exporting):
             task.cancel()
@@ -120,7 +119,7 @@ async def observing_cost(rollouts: Rollouts, engines, tracing: TracingCost, pair
         "board_look_ms": _ms(observed.looks.took_s),
         "board_looks_per_s": round(len(observed.looks.took_s) / (pairs * (WINDOW_S + JOIN_S)), 2),
         "board_bytes_per_s": round(observed.reader.bytes / (pairs * (WINDOW_S + JOIN_S))),
-        "thread_share_of_core": round(observed.doors.took_s / (pairs * WINDOW_S), 5),
+        "thread_share_of_core": round(observed.export.took_s / (pairs * WINDOW_S), 5),
     }
 
 

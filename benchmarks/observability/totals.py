@@ -17,7 +17,7 @@ class NoTotals(EndTotals):
     def sample_ended(self, end) -> None:
         pass
 
-    def batch_over(self, batch) -> None:
+    def batch_over(self, seconds) -> None:
         pass
 
 
@@ -40,5 +40,5 @@ class TimedTotals(EndTotals):
     def sample_ended(self, end) -> None:
         self._time(super().sample_ended, end)
 
-    def batch_over(self, batch) -> None:
-        self._time(super().batch_over, batch)
+    def batch_over(self, seconds) -> None:
+        self._time(super().batch_over, seconds)

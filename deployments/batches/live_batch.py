@@ -64,7 +64,7 @@ class LiveBatch:
         self.emitted_tokens = 0
         self.ended = 0
         self.tail_began_s: float | None = None  # None before the tail
-        self.progress_s = submitted_s  # of the last chunk that was written; `EndTotals` alone writes it
+        self.progress_s = submitted_s  # of the last chunk that was written; `Rollouts` alone writes it
         self.spans: BatchSpans | None = None
 
     def submission(self, now_s: float) -> SamplesSubmitted:
@@ -87,6 +87,12 @@ class LiveBatch:
     def is_in_tail(self) -> bool:
         """True once 90 % of its samples have ended."""
         return self.ended >= TAIL_SHARE * self._sizes[0]
+
+    def parts_s(self, now_s: float) -> dict[str, float]:
+        """Returns the seconds of a finished batch before its tail (body) and in it (tail); a session has neither."""
+        if self.delivery is None or self.tail_began_s is None:
+            return {}
+        return {"body": self.tail_began_s - self.submitted_s, "tail": now_s - self.tail_began_s}
 
     @property
     def is_logged(self) -> bool:
@@ -230,25 +236,24 @@ class LiveBatch:
             return sample.max_tokens
         return self._max_tokens[start.sample_id.rpartition("#")[0]]
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of samples and of groups, ended ones included."""
-        return self._sizes
-
-    def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
-        """Returns the batch's status. `streamed`: tokens of running chunks, by chunk id, as last reported."""
-        prefix = f"{self.core_id}/"
+    def status(self, now_s: float, unix_s: float, tokens: int) -> BatchStatus:
+        """Returns the batch's status. `unix_s`: unix seconds at the clock's 0. `tokens`: tokens of the groups that have
+        not been emitted, those of running chunks included.
+        """
         samples, groups = self._sizes
-        running = sum(tokens for chunk_id, tokens in streamed.items() if chunk_id.startswith(prefix))
         return BatchStatus(
             batch_id=self.message.batch_id,
+            core_id=self.core_id,
             samples=samples,
             ended=self.ended,
             groups=groups,
             emitted=groups - len(self.groups),
-            tokens=running + self.emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
+            tokens=self.emitted_tokens + tokens,
             tail=self.is_in_tail,
             seconds=now_s - self.submitted_s,
+            began_s=unix_s + self.submitted_s,
+            quiet_s=now_s - self.progress_s,
+            session=self.delivery is None,
         )
 
 

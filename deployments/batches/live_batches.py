@@ -174,11 +174,10 @@ class LiveBatches:
         self._batches.clear()
         self._home.clear()
 
-    def statuses(self, streamed: Mapping[str, int]) -> tuple[BatchStatus, ...]:
-        """Returns the status of each submission. `streamed`: tokens of running chunks, by chunk id, as last
-        reported.
-        """
-        return tuple(batch.status(self._now(), streamed) for batch in self._batches.values())
+    def statuses(self, unix_s: float, tokens: Mapping[str, int]) -> tuple[BatchStatus, ...]:
+        """Returns the status of each submission. `tokens`: by its id in the core; see `LiveBatch.status`."""
+        now_s = self._now()
+        return tuple(batch.status(now_s, unix_s, tokens.get(name, 0)) for name, batch in self._batches.items())
 
     def counts(self) -> dict[str, int]:
         return {"submissions": len(self._batches), "samples_and_groups": len(self._home)}

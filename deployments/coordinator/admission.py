@@ -94,7 +94,7 @@ class Admission:
     async def pause(self, mode: PauseMode) -> None:
         """Pauses the service. Returns once no chunk runs, or at a resume. The newer of two pauses wins."""
         self._draining = mode is PauseMode.WAIT
-        while self._draining and self._in_flight():
+        while self._draining and self._core_holder.in_flight():
             await self._loop.turn()
         if mode is PauseMode.WAIT and not self.is_paused:
             return  # resumed meanwhile
@@ -105,10 +105,6 @@ class Admission:
         if mode is PauseMode.ABORT:
             self._cancel_all()
         await self._stop_chunks()
-
-    def _in_flight(self) -> int:
-        counts = self._core_holder.present.counts()
-        return counts["waiting"] + counts["running"]
 
     async def _stop_chunks(self) -> None:
         stopped: set[str] = set()

@@ -43,7 +43,7 @@ from tailrace.deployments.messages.rollout import (
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged
-from tailrace.deployments.metrics.export import doors_of
+from tailrace.deployments.metrics.export import export_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry, TelemetryExport
 from tailrace.deployments.token_mode import require_token_mode
@@ -85,8 +85,8 @@ class Coordinator(WatchCalls):
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
         )
-        doors = doors_of("coordinator", export.metrics, self._rollouts.figures)
-        others = collect_garbage(lambda: self._rollouts.is_idle), doors.export()
+        metrics = export_of("coordinator", export.metrics, self._rollouts.metrics.collect)
+        others = collect_garbage(lambda: self._rollouts.is_idle), metrics.run()
         self._loops += map(asyncio.get_running_loop().create_task, others)
 
     def _start(

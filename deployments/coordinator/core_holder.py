@@ -28,6 +28,11 @@ class CoreHolder:
         """True if a setting has changed that the present core does not have."""
         return self._due
 
+    def in_flight(self) -> int:
+        """Returns the number of samples that wait or run."""
+        counts = self.present.counts()
+        return counts["waiting"] + counts["running"]
+
     def set_policies(self, policies: Policies) -> None:
         self._policies, self._due = policies, True
 

@@ -57,10 +57,6 @@ class ReplicaRegistry:
         self._lost_at = {name: at for name, at in self._lost_at.items() if at >= now - LATE_S}
         return events
 
-    def streamed(self) -> dict[str, int]:
-        """Returns the tokens that running chunks had made, by chunk id, as last reported."""
-        return {chunk_id: n for report in self.reports.values() for chunk_id, n in report.running.items()}
-
     def _is_known(self, report: EngineStats, made_at: float) -> bool:
         """Returns whether this very report has been taken already, and its replica is registered as the report says."""
         name = report.replica_id

@@ -8,6 +8,7 @@ lost replica changes nothing. Driven by the coordinator deployment.
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from math import inf
@@ -30,14 +31,15 @@ from tailrace.deployments.coordinator.loop import Loop, MadeTokens
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.sleep import Sleep
-from tailrace.deployments.coordinator.status import longest_samples, replica_statuses, waits_for
+from tailrace.deployments.coordinator.snapshot_parts import replica_statuses, sample_statuses, waits_for
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.feed import Feed
 from tailrace.deployments.feed.logs import Logs
-from tailrace.deployments.feed.looks import Looks, Watched
+from tailrace.deployments.feed.looks import Looks
+from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
@@ -50,8 +52,8 @@ from tailrace.deployments.messages.rollout import (
     WeightsCheck,
     WeightsLoaded,
 )
-from tailrace.deployments.messages.status import SampleDetail, SampleStatus, ServiceStatus
-from tailrace.deployments.metrics.books import Books, BooksView
+from tailrace.deployments.messages.status import SampleDetail, ServiceSnapshot
+from tailrace.deployments.metrics.collector import ServiceCollector
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
@@ -114,7 +116,7 @@ class Rollouts:
         self.weight_transfer = WeightTransfer(
             engines, lambda: self._registry.reports, lambda: (self._weights.version, self._weights.digest)
         )
-        self.totals, self._acceptance, self._trails = EndTotals(loop.now), Acceptance(), Trails(loop.now)
+        self.totals, self._acceptance, self._trails = EndTotals(), Acceptance(), Trails(loop.now)
         self._runner = ChunkRunner(
             loop=loop,
             engines=engines,
@@ -157,21 +159,11 @@ class Rollouts:
         self.deliveries.session_loads = self.sessions.loads
         self._heard = False  # True once a replica has reported
         self._contained: Counter[str] = Counter()  # contained errors, by place and kind
-        self.figures = Books(self.totals, self._books_for_figures).figures
-        self.logs = Logs(batches=self._batches, trails=self._trails, core=lambda: self._core, now=loop.now)
-        watched = Watched(
-            core=lambda: self._core,
-            reports=lambda: self._registry.reports,
-            batches=self._batches,
-            trails=self._trails,
-            acceptance=self._acceptance,
-            pool=lambda: kv_pool_manager and kv_pool_manager.view(),
-            service=self._service_fields,
-            contained=lambda: self._contained + self._token_log.problems,
-            now=loop.now,
-        )
+        self._unix_s = time.time() - loop.now()  # unix seconds at the clock's 0
+        self.logs = Logs(self._batches, self._trails, core=lambda: self._core, now=loop.now, unix_s=self._unix_s)
+        self.metrics = ServiceCollector(self.totals, self.status)
         keys = None if kv_pool_manager is None else kv_pool_manager.keys_by_version
-        self.feed = Feed(Looks(watched), nonce, keys, lambda error: self._note("feed", error))
+        self.feed = Feed(Looks(self.status), nonce, keys, lambda error: self._note("feed", error))
 
     def now(self) -> float:
         """Seconds since this object was created."""
@@ -204,11 +196,11 @@ class Rollouts:
 
     def cancel_all(self) -> int:
         """Ends every sample in flight with its tokens so far. Returns their number."""
-        counts = self._core.counts()
+        in_flight = self.core_holder.in_flight()
         for session in self.sessions.loads():
             self.sessions.cancel(session, None, None)
         self.deliveries.cancel_all()
-        return counts["waiting"] + counts["running"]
+        return in_flight
 
     def reserve(self, replicas: int) -> None:
         """Reserves `replicas` or more until the next batch arrives. Raises ValueError unless that is an integer >=
@@ -240,77 +232,51 @@ class Rollouts:
         """Number of replicas that run samples."""
         return self._core.replicas.busy()
 
-    def status(self) -> ServiceStatus:
-        counts = self._core.counts()
-        streamed = {
-            c: n for c, n in self._registry.streamed().items() if self._core.is_running(c) and not self._core.is_copy(c)
-        }
-        return ServiceStatus(
+    def status(self, survey: Survey | None = None) -> ServiceSnapshot:
+        """Returns a snapshot of the service, the only one that status, boards, metrics and `top` read.
+
+        `survey`: reads its next part of the samples; None: all samples are read, and no longest ones are given.
+        """
+        core, now_s, pool = self._core, self._loop.now(), self._kv_pool_manager
+        counts, weights, target = core.counts(), self._weights, self.replica_target
+        survey = Survey(count=0, part=None) if survey is None else survey
+        survey.look(core)
+        return ServiceSnapshot(
+            coordinator_s=now_s,
             waiting=counts["waiting"],
             running=counts["running"],
             held=counts["held"],
-            batches=self._batches.statuses(streamed),
-            replicas=replica_statuses(self._core.replicas, self._registry.reports),
-            observed_s=self._loop.now() - min(self._registry.observed_at.values(), default=self._loop.now()),
-            waits_for=self._waits_for(),
-            paused=self.admission.is_paused,
-            asleep=self.sleep.tags,
-            policies=self._core.policies.model_dump(),
-            weights_version=self._weights.version,
-            weights_digest=self._weights.digest,
-            weights_source=self._weights.source,
-            pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
+            queued=core.queued(),
+            waiting_for=survey.waiting,
+            longest=sample_statuses(core, survey.longest(), self._trails),
+            batches=self._batches.statuses(self._unix_s, survey.tokens),
+            replicas=replica_statuses(core, self._registry, now_s),
+            wanted=target.wanted,
+            wanted_why=target.reason,
+            observed_s=now_s - min(self._registry.observed_at.values(), default=now_s),
+            waits_for=waits_for(core.replicas, bool(self._batches), weights.problem, self.admission.held),
+            policies=core.policies.model_dump(),
+            weights_version=weights.version,
+            weights_digest=weights.digest,
+            weights_source=weights.source,
+            weights_problem=weights.problem or "",
+            pool=None if pool is None else pool.view(),
             context=self._context.counts() if self._context else None,
             held_bytes=self.deliveries.held_bytes(),
             at_door=self.admission.waiting,
             model=self._prompts.model,
             max_model_len=self._prompts.max_model_len,
+            paused=self.admission.is_paused,
+            asleep=self.sleep.tags,
             adapters=self.adapters.book.all(),
-            contained=dict(self._contained + self._token_log.problems),
+            contained=self._contained + self._token_log.problems,
+            acceptance=self._acceptance.row(),
+            faults=self.logs.faults(),
         )
-
-    def _service_fields(self) -> dict[str, Any]:
-        """Returns the fields of the service as a whole, for those that watch it."""
-        target, weights = self.replica_target, self._weights
-        wanted = {} if target.wanted is None else {"wanted": target.wanted, "wanted_why": target.reason}
-        return wanted | {
-            "up": len(self._registry.joined),
-            "model": self._prompts.model,
-            "weights": weights.version,
-            "digest": weights.digest[:12],
-            "weights_from": weights.source,
-            "weights_problem": weights.problem or "",
-            "paused": self.admission.is_paused,
-            "asleep": ", ".join(self.sleep.tags),
-            "waits_for": self._waits_for() or "",
-            "at_door": ", ".join(self.admission.waiting),
-        }
-
-    def _waits_for(self) -> str | None:
-        return waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.admission.held)
 
     def count_by(self, totals: EndTotals) -> None:
         """Replaces the object that counts ends; for a benchmark that compares two."""
         self.totals = self._runner.totals = totals
-
-    def _books_for_figures(self) -> BooksView:
-        pool = self._kv_pool_manager
-        return BooksView(
-            now_s=self._loop.now(),
-            counts=self._core.counts(),
-            waiting=self._core.queued(),
-            batches=self._batches.all(),
-            table=self._core.replicas,
-            wanted=self.replica_target.wanted,
-            reports=self._registry.reports,
-            pool=pool.view() if pool else None,
-            contained=self._contained + self._token_log.problems,
-            held_bytes=sum(self.deliveries.held_bytes().values()),
-            weights_version=self._weights.version,
-        )
-
-    def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
-        return longest_samples(self._core, count)
 
     async def sample_detail(self, sample_id: str) -> SampleDetail | None:
         """Returns one sample's state, with the tokens of its running chunk if the replica sends them within PEEK_S."""
@@ -530,7 +496,7 @@ class Rollouts:
                     self.totals.sample_ended(action.end)
                 case EmitGroup():
                     if (over := self._batches.emit(action)) is not None:
-                        self.totals.batch_over(over)
+                        self.totals.batch_over(over.parts_s(self._loop.now()))
                 case ReleaseKv() | Prefetch() if self._kv_pool_manager is not None:
                     self._act_on_pool(action)
 

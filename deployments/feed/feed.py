@@ -106,5 +106,5 @@ class Feed:
     async def _ask_pool(self) -> None:
         while True:
             few = self._deltas.state.get("pool", {}).get("keys", 0) <= MAX_POOL_KEYS
-            self._looks.keys = (await self._keys_by_version() or {}) if few else {}
+            self._looks.pool_keys = (await self._keys_by_version() or {}) if few else {}
             await asyncio.sleep(POOL_BYTES_S)

@@ -4,29 +4,39 @@ A name is the id in the core (`BATCH~NONCE/PROMPT#INDEX`), or the driver's own (
 by the coordinator at a person's request.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.records import escaped
-from tailrace.deployments.feed.survey import tokens_of
+from tailrace.deployments.feed.survey import tokens_of, why_of
 from tailrace.deployments.feed.trails import Trail, TrailChunk, TrailFault, Trails
 from tailrace.deployments.messages.status import BatchLog, ChunkLog, FaultLog, SampleLog
 from tailrace.policies.core.request_buffer import Sample
 from tailrace.policies.core.rollout import RolloutCore
-from tailrace.policies.core.sample_states import ENDED, WAITING
+from tailrace.policies.core.sample_states import ENDED
 
 SHOWN_SAMPLES = 50
 """Maximum number of samples shown for a batch."""
 
 
 class Logs:
-    """`now`: the coordinator's clock, in seconds."""
+    """`now`: the coordinator's clock, in seconds. `unix_s`: unix seconds at its 0."""
 
-    def __init__(self, batches: LiveBatches, trails: Trails, core: Callable[[], RolloutCore], now: Callable[[], float]):
-        self._batches, self._trails, self._core, self._now = batches, trails, core, now
+    def __init__(
+        self,
+        batches: LiveBatches,
+        trails: Trails,
+        core: Callable[[], RolloutCore],
+        now: Callable[[], float],
+        unix_s: float,
+    ):
+        self._batches, self._trails, self._core, self._now, self._unix_0_s = batches, trails, core, now, unix_s
+
+    def faults(self) -> tuple[FaultLog, ...]:
+        """Returns the newest faults, oldest first."""
+        return tuple(map(self._fault, self._trails.faults))
 
     def sample(self, name: str) -> SampleLog | None:
         """Returns a sample's log, or None if there is no sample of that name, or if too many have ended since it
@@ -64,7 +74,7 @@ class Logs:
         order = sorted(trails, key=lambda name: (not _failed(trails[name]), -len(trails[name].chunks), name))
         return BatchLog(
             batch_id=core_id,
-            status=None if live is None else live.status(self._now(), self._streamed(known.values())),
+            status=None if live is None else live.status(self._now(), self._unix_0_s, _tokens(known.values())),
             counts=dict(counts),
             chunks=sum(len(trail.chunks) + trail.dropped for trail in trails.values()),
             moves=sum(trail.moves for trail in trails.values()),
@@ -74,22 +84,14 @@ class Logs:
             ),
         )
 
-    def _streamed(self, samples: Iterable[Sample | None]) -> dict[str, int]:
-        running = (one for one in samples if one is not None and one.state not in (WAITING, ENDED))
-        return {f"{sample.sample_id}:": sample.streamed_tokens for sample in running}
-
     def _sample_log(self, sample_id: str, sample: Sample | None, trail: Trail) -> SampleLog:
         unended = sample is not None and sample.state is not ENDED
-        last = trail.chunks[-1] if trail.chunks else None
-        why = trail.reason or ("" if last is None else last.reason)
-        if unended and sample.state is WAITING:
-            why = f"waits for {self._core().room_wanted(sample)}"
         counted = [one for one in trail.chunks if one.copy_of is None]
         return SampleLog(
             sample_id=sample_id,
             state=sample.state.value if sample is not None else ENDED.value,
             end=trail.end,
-            why=why,
+            why=why_of(self._core(), sample, trail) if unended else trail.reason,
             error=trail.error,
             tokens=tokens_of(sample) if unended else max((one.start + one.new_tokens for one in counted), default=0),
             expected_tokens=sample.expected_tokens if unended else None,
@@ -117,11 +119,19 @@ class Logs:
 
     def _fault(self, fault: TrailFault) -> FaultLog:
         return FaultLog(
-            at_s=self._unix_s(fault.at_s), sample_id=fault.sample_id, replica_id=fault.replica_id, text=fault.text
+            number=fault.number,
+            at_s=self._unix_s(fault.at_s),
+            sample_id=fault.sample_id,
+            replica_id=fault.replica_id,
+            text=fault.text,
         )
 
     def _unix_s(self, at_s: float) -> float:
-        return round(time.time() - self._now() + at_s, 3)
+        return round(self._unix_0_s + at_s, 3)
+
+
+def _tokens(samples: Iterable[Sample | None]) -> int:
+    return sum(tokens_of(sample) for sample in samples if sample is not None)
 
 
 def _failed(trail: Trail) -> bool:

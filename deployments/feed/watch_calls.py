@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import Rejected
-from tailrace.deployments.messages.status import BatchLog, SampleDetail, SampleLog, SampleStatus, ServiceStatus
+from tailrace.deployments.messages.status import BatchLog, SampleDetail, SampleLog, ServiceSnapshot
 
 
 class WatchCalls:
@@ -22,12 +23,9 @@ class WatchCalls:
                 yield item
 
     @admits(Role.OBSERVER)
-    async def status(self) -> ServiceStatus:
-        return self._rollouts.status()
-
-    @admits(Role.OBSERVER)
-    async def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
-        return self._rollouts.longest_samples(count)
+    async def status(self, longest: int = 0) -> ServiceSnapshot:
+        """Returns a snapshot. `longest`: number of the longest samples in it."""
+        return self._rollouts.status(Survey(count=longest, part=None))
 
     @admits(Role.OBSERVER)
     async def sample_log(self, name: str) -> SampleLog | None:

@@ -1,1 +1,1 @@
-"""The service's metrics: their registry, the books that they are read from, and their exporters."""
+"""The service's metrics: their registry, the collector that reads them, and their exporters."""

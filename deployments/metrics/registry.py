@@ -6,7 +6,7 @@ The coordinator's metrics cover the whole service. No label names a replica, a b
 
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S
 from tailrace.deployments.messages.context import Source
-from tailrace.deployments.metrics.metric import ANY, Kind, Metric
+from tailrace.deployments.metrics.metric import ANY, Metric
 from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import ChunkEnd
 
@@ -35,106 +35,86 @@ CAUSES = (
 
 POOL_OPERATIONS = ("lookup", "load", "pull", "save", "release", "retire", "move", "prefetch")
 
-SAMPLES = Metric("tailrace_samples", Kind.GAUGE, "Unended samples", {"state": ("waiting", "running", "held")})
-SAMPLES_ENDED = Metric("tailrace_samples_ended", Kind.COUNTER, "Ended samples", {"end": tuple(SampleEnd)})
+SAMPLES = Metric("tailrace_samples", "gauge", "Unended samples", {"state": ("waiting", "running", "held")})
+SAMPLES_ENDED = Metric("tailrace_samples_ended", "counter", "Ended samples", {"end": tuple(SampleEnd)})
 QUEUE = Metric(
     "tailrace_queue_samples",
-    Kind.GAUGE,
+    "gauge",
     "Queued samples, by the sign of their batch's priority",
     {"priority": ("low", "normal", "high")},
 )
 BATCHES = Metric(
-    "tailrace_batches", Kind.GAUGE, "Batches in flight; in the tail: 90 % of the samples have ended, and open sessions",
+    "tailrace_batches", "gauge", "Batches in flight; in the tail: 90 % of the samples have ended, and open sessions",
     {"part": ("body", "tail", "session")},
 )  # fmt: skip
 BATCH_SECONDS = Metric(
     "tailrace_batch_seconds",
-    Kind.COUNTER,
+    "counter",
     "Seconds of batches that are over; of the tail: from 90 % of the samples ended to all",
     {"part": ("body", "tail")},
-    unit="s",
 )
 BATCH_QUIET = Metric(
     "tailrace_batch_quiet_seconds",
-    Kind.GAUGE,
+    "gauge",
     "Longest time for which an unended batch has had no chunk's end; 0: there is no batch",
-    unit="s",
 )
-BLOCKED = Metric("tailrace_blocked", Kind.GAUGE, "1: batches are in flight, and no replica can run a chunk")
-HELD_BYTES = Metric(
-    "tailrace_result_held_bytes", Kind.GAUGE, "Finished groups that their drivers have not taken", unit="By"
-)
-TOKENS = Metric("tailrace_tokens", Kind.COUNTER, "Tokens that have become part of a sample")
-ENGINE_TOKENS = Metric(
-    "tailrace_engine_tokens", Kind.COUNTER, "Tokens that engines have made, copies and lost included"
-)
-VERIFICATIONS = Metric(
-    "tailrace_verifications", Kind.COUNTER, "Steps that made tokens of a sample, summed over samples"
-)
+BLOCKED = Metric("tailrace_blocked", "gauge", "1: batches are in flight, and no replica can run a chunk")
+HELD_BYTES = Metric("tailrace_result_held_bytes", "gauge", "Finished groups that their drivers have not taken")
+TOKENS = Metric("tailrace_tokens", "counter", "Tokens that have become part of a sample")
+ENGINE_TOKENS = Metric("tailrace_engine_tokens", "counter", "Tokens that engines have made, copies and lost included")
+VERIFICATIONS = Metric("tailrace_verifications", "counter", "Steps that made tokens of a sample, summed over samples")
 DRAFT_TOKENS = Metric(
     "tailrace_draft_tokens",
-    Kind.COUNTER,
+    "counter",
     "Draft tokens, drafted and of them accepted, by source",
     {"source": tuple(source.name.lower() for source in Source), "outcome": ("drafted", "accepted")},
 )
-CHUNKS = Metric("tailrace_chunks", Kind.COUNTER, "Ends of chunks", {"end": (*ChunkEnd, "failed", "lost")})
+CHUNKS = Metric("tailrace_chunks", "counter", "Ends of chunks", {"end": (*ChunkEnd, "failed", "lost")})
 CHUNK_SECONDS = Metric(
     "tailrace_chunk_seconds",
-    Kind.HISTOGRAM,
+    "histogram",
     "Seconds of a chunk in its engine, by phase",
     {"phase": ("queue", "prefill", "decode")},
     bounds=CHUNK_BOUNDS,
-    unit="s",
 )
-STEP_SECONDS = Metric(
-    "tailrace_step_seconds", Kind.HISTOGRAM, "Seconds of an engine's step", bounds=STEP_BOUNDS_S, unit="s"
-)
-PREEMPTIONS = Metric("tailrace_preemptions", Kind.COUNTER, "Preemptions by vLLM; there should be none")
+STEP_SECONDS = Metric("tailrace_step_seconds", "histogram", "Seconds of an engine's step", bounds=STEP_BOUNDS_S)
+PREEMPTIONS = Metric("tailrace_preemptions", "counter", "Preemptions by vLLM; there should be none")
 MOVES = Metric(
     "tailrace_moves",
-    Kind.COUNTER,
+    "counter",
     "Chunks on another replica than the sample's last one, by where their KV came from",
     {"kv": ("pulled", "recomputed")},
 )
 CONTEXT_TOKENS = Metric(
     "tailrace_context_tokens",
-    Kind.COUNTER,
+    "counter",
     "Context tokens of chunks, by where their KV came from, and why it was computed",
     {"kv": ("local", "pool", "recomputed"), "cause": CAUSES},
 )
-POOL_BYTES = Metric(
-    "tailrace_pool_bytes", Kind.COUNTER, "Bytes between engines and pool", {"way": ("load", "save")}, unit="By"
-)
+POOL_BYTES = Metric("tailrace_pool_bytes", "counter", "Bytes between engines and pool", {"way": ("load", "save")})
 POOL_FAILURES = Metric(
-    "tailrace_pool_failures", Kind.COUNTER, "Failed operations of the pool, by keys", {"operation": POOL_OPERATIONS}
+    "tailrace_pool_failures", "counter", "Failed operations of the pool, by keys", {"operation": POOL_OPERATIONS}
 )
-POOL_USED = Metric("tailrace_pool_used_bytes", Kind.GAUGE, "KV in the pool", {"tier": ("memory", "ssd")}, unit="By")
-POOL_CAPACITY = Metric(
-    "tailrace_pool_capacity_bytes", Kind.GAUGE, "Room for KV", {"tier": ("memory", "ssd")}, unit="By"
-)
-POOL_UP = Metric("tailrace_pool_up", Kind.GAUGE, "1: the pool's master answers; absent without a pool")
+POOL_USED = Metric("tailrace_pool_used_bytes", "gauge", "KV in the pool", {"tier": ("memory", "ssd")})
+POOL_CAPACITY = Metric("tailrace_pool_capacity_bytes", "gauge", "Room for KV", {"tier": ("memory", "ssd")})
+POOL_UP = Metric("tailrace_pool_up", "gauge", "1: the pool's master answers; absent without a pool")
 REPLICAS = Metric(
     "tailrace_replicas",
-    Kind.GAUGE,
+    "gauge",
     "Engine replicas; other_weights: they load, sleep or are paused",
     {"state": ("busy", "idle", "closing", "aside", "other_weights")},
 )
-REPLICAS_WANTED = Metric("tailrace_replicas_wanted", Kind.GAUGE, "Engine replicas wanted")
-REPLICA_SECONDS = Metric(
-    "tailrace_replica_seconds", Kind.COUNTER, "Seconds of engine replicas, by state", REPLICAS.labels, unit="s"
-)
-FAULTS_SEEN = Metric("tailrace_faults", Kind.COUNTER, "Faults that the service went through", {"kind": FAULTS})
-WEIGHTS_VERSION = Metric("tailrace_weights_version", Kind.GAUGE, "Version of the weights")
+REPLICAS_WANTED = Metric("tailrace_replicas_wanted", "gauge", "Engine replicas wanted")
+REPLICA_SECONDS = Metric("tailrace_replica_seconds", "counter", "Seconds of engine replicas, by state", REPLICAS.labels)
+FAULTS_SEEN = Metric("tailrace_faults", "counter", "Faults that the service went through", {"kind": FAULTS})
+WEIGHTS_VERSION = Metric("tailrace_weights_version", "gauge", "Version of the weights")
 WEIGHTS_SECONDS = Metric(
     "tailrace_weights_seconds",
-    Kind.HISTOGRAM,
+    "histogram",
     "Seconds for which a replica made no token for a load of weights",
     bounds=WEIGHTS_BOUNDS,
-    unit="s",
 )
-COORDINATOR_SECONDS = Metric(
-    "tailrace_coordinator_seconds", Kind.GAUGE, "Seconds since this coordinator began", unit="s"
-)
+COORDINATOR_SECONDS = Metric("tailrace_coordinator_seconds", "gauge", "Seconds since this coordinator began")
 
 COORDINATOR = (
     SAMPLES, SAMPLES_ENDED, QUEUE, BATCHES, BATCH_SECONDS, BATCH_QUIET, BLOCKED, HELD_BYTES, TOKENS, ENGINE_TOKENS,
@@ -148,24 +128,21 @@ REASONS = ("token", "role", "body", "quota", "away", "content", "max_open", "rou
 
 HTTP_REQUESTS = Metric(
     "tailrace_gateway_requests",
-    Kind.COUNTER,
+    "counter",
     "Answered requests; status 0: the client had left",
     {"route": ANY, "status": ANY},
 )
-HTTP_REFUSED = Metric("tailrace_gateway_refused", Kind.COUNTER, "Refused requests, by reason", {"reason": REASONS})
+HTTP_REFUSED = Metric("tailrace_gateway_refused", "counter", "Refused requests, by reason", {"reason": REASONS})
 HTTP_SECONDS = Metric(
     "tailrace_gateway_request_seconds",
-    Kind.HISTOGRAM,
+    "histogram",
     "From a request to the end of its answer",
     {"route": ANY},
     bounds=HTTP_BOUNDS,
-    unit="s",
 )
-HTTP_OPEN = Metric("tailrace_gateway_open_requests", Kind.GAUGE, "Requests in progress")
+HTTP_OPEN = Metric("tailrace_gateway_open_requests", "gauge", "Requests in progress")
 
 GATEWAY = (HTTP_REQUESTS, HTTP_REFUSED, HTTP_SECONDS, HTTP_OPEN)
 """Metrics of one replica of the gateway."""
-
-PROCESSES = {"coordinator": COORDINATOR, "gateway": GATEWAY}
 
 REGISTRY = COORDINATOR + GATEWAY

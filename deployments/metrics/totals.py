@@ -1,13 +1,12 @@
 """Ends since the coordinator began: ends of chunks, samples and batches, and faults.
 
 Invariant: a count never goes down, and each end is counted once. Written by `Rollouts` and `ChunkRunner` alone, a few
-additions an end; read by `books`.
+additions an end; read by `ServiceCollector`.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.metrics.metric import Distribution
 from tailrace.deployments.metrics.registry import CHUNK_SECONDS
@@ -21,10 +20,10 @@ PHASES = ("queue", "prefill", "decode")
 
 
 class EndTotals:
-    """Counters by the labels of the metric with that name. `now`: the coordinator's clock, in seconds."""
+    """Counters by the labels of the metric with that name."""
 
-    def __init__(self, now: Callable[[], float]):
-        self._now, self.tokens = now, 0
+    def __init__(self):
+        self.tokens = 0
         self.samples: Counter[str] = Counter()
         self.chunks: Counter[str] = Counter()
         self._came: list[tuple[ChunkEnd, float, float, float]] = []  # ends of chunks, until `settle`
@@ -63,8 +62,6 @@ class EndTotals:
         self.samples[end] += 1
         self.faults["sample_failed"] += end is SampleEnd.FAILED
 
-    def batch_over(self, batch: LiveBatch) -> None:
-        """Counts a batch whose groups have all been delivered. A session has no tail."""
-        if batch.delivery is not None and batch.tail_began_s is not None:
-            self.batch_s["body"] += batch.tail_began_s - batch.submitted_s
-            self.batch_s["tail"] += self._now() - batch.tail_began_s
+    def batch_over(self, seconds: Mapping[str, float]) -> None:
+        """Counts a batch whose groups have all been delivered. `seconds`: of its parts, see `LiveBatch.parts_s`."""
+        self.batch_s.update(seconds)

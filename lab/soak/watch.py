@@ -5,7 +5,7 @@ A coordinator that was killed counts from 0 again; the errors of the next ones a
 
 from collections import Counter
 
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import ServiceSnapshot
 
 RATE_S = 5.0
 """Seconds of one point of the curve of tokens per second."""
@@ -27,7 +27,7 @@ class ServiceWatch:
         """Records a call for the status that gave none."""
         self.failures[type(error).__name__] += 1
 
-    def look(self, at_s: float, status: ServiceStatus) -> None:
+    def look(self, at_s: float, status: ServiceSnapshot) -> None:
         batches = {batch.batch_id: batch.tokens for batch in status.batches}
         new = sum(max(0, tokens - self._batches.get(name, 0)) for name, tokens in batches.items())
         if new:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.messages.rollout import RolloutBatch
-from tailrace.deployments.messages.status import BatchStatus, ServiceStatus
+from tailrace.deployments.messages.status import BatchStatus, ServiceSnapshot
 from tailrace.lab.verification.flipped_bits import flip
 from tailrace.lab.verification.frozen_thread import busiest_of, freeze, processes_titled
 
@@ -35,11 +35,11 @@ asyncio.run(roll())
 """A driver: it rolls out the batch in a file on the cluster at an address."""
 
 
-def batch_of(status: ServiceStatus, batch_id: str) -> BatchStatus | None:
+def batch_of(status: ServiceSnapshot, batch_id: str) -> BatchStatus | None:
     return next((batch for batch in status.batches if batch.batch_id == batch_id), None)
 
 
-async def _under_way(client: RolloutClient, batch_id: str) -> ServiceStatus:
+async def _under_way(client: RolloutClient, batch_id: str) -> ServiceSnapshot:
     """Returns the service's status once samples have UNDER_WAY_TOKENS on average, or half of them have ended."""
     while True:
         status = await client.status()
@@ -94,7 +94,7 @@ async def kill_the_drafter(client: RolloutClient, batch_id: str) -> str:
     return f"draft models killed: {kill_actors('#Drafter#')}"
 
 
-def guesses(status: ServiceStatus) -> int:
+def guesses(status: ServiceSnapshot) -> int:
     """Returns the number of messages of draft models that engines have had so far."""
     return sum(replica.work.get("model_guesses", 0) for replica in status.replicas)
 

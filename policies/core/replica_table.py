@@ -236,21 +236,6 @@ class ReplicaTable:
             performance=replica.performance,
         )
 
-    def states(self) -> Counter[str]:
-        """Returns the number of replicas by state, for figures: closing, aside, busy (running chunks), idle,
-        other_weights.
-        """
-        return Counter(map(self._state, self._replicas.values()))
-
-    def _state(self, replica: _ReplicaRow) -> str:
-        if replica.closing:
-            return "closing"
-        if replica.aside:
-            return "aside"
-        if replica.chunks:
-            return "busy"
-        return "idle" if replica.version == self.weights_version else "other_weights"
-
     def views(self) -> list[ReplicaView]:
         return [self.view(replica_id) for replica_id in self._ids]
 

@@ -13,7 +13,6 @@ Called by the live coordinator and the simulator: per tick `observe` each event,
 
 from collections import Counter
 from collections.abc import Iterable
-from heapq import nlargest
 
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
@@ -43,7 +42,6 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, EndTurn, SampleEnd
 from tailrace.policies.protocol.events import IllegalEvent
-from tailrace.policies.protocol.views import SampleView
 
 
 class RolloutCore:
@@ -423,15 +421,6 @@ class RolloutCore:
         """Returns whether the tokens of a running chunk count for its sample at this end."""
         return counts(event, self._running.chunks[event.chunk_id])
 
-    def longest(self, count: int) -> list[tuple[SampleView, str, int]]:
-        """Returns the `count` unended samples with most answer tokens, longest first, each with its state and the
-        number of its running copies. O(samples in the buffer).
-        """
-        unended = (sample for sample in self._buffer.samples.values() if sample.state is not ENDED)
-        found = nlargest(count, unended, key=lambda sample: sample.generated_tokens + sample.streamed_tokens)
-        copies = Counter(chunk.sample.sample_id for chunk in self._running.copies.values())
-        return [(sample.view(), sample.state.value, copies[sample.sample_id]) for sample in found]
-
     def samples(self) -> list[Sample]:
         """Returns all samples whose groups have not been emitted; read only. O(samples), 0.3 ms for 50,000."""
         return list(self._buffer.samples.values())
@@ -448,9 +437,9 @@ class RolloutCore:
             return "a replica that is ready"
         return "room on any replica" if sample.home is None else "room on the replica of its group"
 
-    def copies(self) -> Counter:
-        """Returns the number of racing copies by replica."""
-        return Counter(copy.replica_id for copy in self._running.copies.values())
+    def copies(self) -> list[tuple[str, str]]:
+        """Returns the sample and the replica of each racing copy."""
+        return [(copy.sample.sample_id, copy.replica_id) for copy in self._running.copies.values()]
 
     def counts(self) -> dict[str, int]:
         """Returns the number of waiting, running and held samples, and of batches that are not fully emitted."""

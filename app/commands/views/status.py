@@ -1,6 +1,5 @@
 """`tailrace status`: a running service at one moment."""
 
-import asyncio
 import json
 import time
 
@@ -19,14 +18,13 @@ def command(address, longest, as_json):
     Rates are over one second. `tailrace top` shows the same as it changes.
     """
     from tailrace.app.cluster import connect
-    from tailrace.app.watch.look import look
     from tailrace.deployments.messages.roles import Role
 
     client = connect(address, role=Role.OBSERVER)
     if as_json:
-        status, samples = asyncio.run(look(client, longest))
-        found = {"status": status.model_dump(mode="json"), "longest": [one.model_dump(mode="json") for one in samples]}
-        click.echo(json.dumps(found))
+        found = client.status_blocking(longest).model_dump(mode="json")
+        samples = found.pop("longest")
+        click.echo(json.dumps({"status": found, "longest": samples}))
         return
     from rich.console import Console
 
@@ -36,6 +34,6 @@ def command(address, longest, as_json):
     rates = Rates()
     for pause_s in (0.0, LOOK_S):
         time.sleep(pause_s)
-        status, samples = asyncio.run(look(client, longest))
+        status = client.status_blocking(longest)
         rates.add(time.monotonic(), status)
-    Console().print(view(status, rates, samples, len(status.replicas)))
+    Console().print(view(status, rates, len(status.replicas)))

@@ -34,17 +34,16 @@ def command(address, every_s, longest):
 async def _follow(client, console, every_s: float, longest: int) -> None:
     from rich.live import Live
 
-    from tailrace.app.watch.look import look
     from tailrace.app.watch.rates import Rates
     from tailrace.app.watch.tables import view
 
     rates = Rates()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as screen:
         while True:
-            status, samples = await look(client, longest)
+            status = await client.status(longest)
             rates.add(time.monotonic(), status)
-            rows = max(3, console.height - ROWS - len(samples)) if console.is_terminal else len(status.replicas)
-            drawn = view(status, rates, samples, rows)
+            rows = max(3, console.height - ROWS - len(status.longest)) if console.is_terminal else len(status.replicas)
+            drawn = view(status, rates, rows)
             if console.is_terminal:
                 screen.update(drawn, refresh=True)
             else:

@@ -11,6 +11,7 @@ from tailrace.app.board.routes import make_board
 from tailrace.app.board.watcher import AWAY_S, Watcher
 from tailrace.deployments.feed.deltas import fold
 from tailrace.deployments.feed.feed import MAX_FOLLOWERS, STREAM_DELTAS
+from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
@@ -204,7 +205,7 @@ def test_the_gateway_serves_the_board_to_each_role_and_texts_to_those_that_roll_
             asking = trainer.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 400, "seed": 3})
             making = asyncio.ensure_future(asking)
             rollouts = cluster.coordinator.rollouts
-            while not (found := rollouts.longest_samples(1)):
+            while not (found := rollouts.status(Survey(1)).longest):
                 await asyncio.sleep(0.2)
             query = {"id": found[0].sample_id}
             assert (await out.get("/board")).headers["www-authenticate"].startswith("Basic ")

@@ -29,8 +29,9 @@ def test_a_service_shows_its_pool_s_figures_and_keys_and_lets_go_of_what_has_end
         await whole(client)
         await asyncio.sleep(5.0)
         assert bool(released) == pooled, "at the end of a sample, not by a sweep"
-        up = cluster.coordinator.rollouts.figures().get(POOL_UP.name)
-        assert up == ({(): 1} if pooled else None)
+        families = {one.name: one for one in cluster.coordinator.rollouts.metrics.collect()}
+        assert (POOL_UP.name in families) == pooled
+        assert not pooled or families[POOL_UP.name].samples[0].value == 1
         detail = await client.pool_detail()
         assert (detail is not None) == pooled
         if pooled:

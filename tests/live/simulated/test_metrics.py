@@ -9,14 +9,13 @@ from math import isnan
 
 import pytest
 from prometheus import panels, program, running, shown, write_history
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play
 
 from tailrace.app.gateway.metrics import GatewayMetrics
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
-from tailrace.deployments.metrics.registry import COORDINATOR
-from tailrace.deployments.metrics.text import prometheus_text
 
 EVERY_S = 10.0
 WITHOUT_DRAFTS = {"Accepted drafts"}
@@ -45,8 +44,7 @@ def recorded(tmp_path, pages: int) -> list[tuple[float, str]]:
             if number == pages // 2:
                 cluster.kill(next(iter(cluster.replicas)))
                 cluster.boot()
-            figures = cluster.coordinator.rollouts.figures()
-            text = prometheus_text(COORDINATOR, figures, {"WorkerId": "w"}) + http.page()
+            text = generate_latest(cluster.coordinator.rollouts.metrics) + http.page()
             found.append((number * EVERY_S, text.decode()))
         for driver in drivers:
             driver.cancel()
@@ -63,7 +61,7 @@ def pages(tmp_path_factory):
 
 def values(page: str, name: str) -> dict[tuple[str, ...], float]:
     return {
-        tuple(value for label, value in sorted(one.labels.items()) if label != "WorkerId"): one.value
+        tuple(value for _, value in sorted(one.labels.items())): one.value
         for family in text_string_to_metric_families(page)
         for one in family.samples
         if one.name == name

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tailrace.app.train.record.checksum import weights_checksum
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment, WeightsLoaded
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import ServiceSnapshot
 from tailrace.deployments.vllm_exact.weight_loading import weights_digest
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -27,7 +27,7 @@ class StandIn:
         self.lock = threading.Lock()  # one sample at a time, and no update within one
 
     def status_blocking(self):
-        return ServiceStatus(
+        return ServiceSnapshot(
             waiting=0, running=0, batches=(), replicas=(), observed_s=0.0, waits_for=None, policies={},
             weights_version=self.version,
         )  # fmt: skip
