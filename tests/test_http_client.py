@@ -23,7 +23,7 @@ from tailrace.app.calls.refused import (
     WeightsRejected,
 )
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.doors import error_body
+from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections

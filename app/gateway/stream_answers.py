@@ -75,8 +75,8 @@ class AnswerStream:
         return self._same | {"choices": [choice]} | usage
 
     def _usage(self) -> dict:
-        prompt = sum(len(ids) for number, ids in self._prompts.items() if number % self.wanted.n == 0)
-        return answers.usage(prompt, self._made.total())
+        lengths = {number // self.wanted.n: len(ids) for number, ids in self._prompts.items()}  # by prompt
+        return answers.usage(sum(lengths.values()), self._made.total())
 
     def _begin(self, number: int) -> Iterator[dict]:
         raise NotImplementedError
