@@ -14,6 +14,7 @@ from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpO
 from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
+from tailrace.app.gateway.tokenizing import Detokenized
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import SampleResult
 from tailrace.deployments.messages.session import MAX_INDEX
@@ -33,6 +34,22 @@ TOKEN = "a-token-of-24-characters"
 def test_a_field_that_means_something_and_is_not_honoured_is_refused(fields, reason):
     with pytest.raises(ValidationError, match=reason):
         Sampled(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        (CompletionRequest, {"prompt": "a", "best_of": 2}, "best_of: give n instead"),
+        (CompletionRequest, {"prompt": "a", "max_completion_tokens": 2}, "max_completion_tokens: give max_tokens"),
+        (CompletionRequest, {"prompt": "a", "guided_json": {"a": 1}}, "guided_json: give structured_outputs instead"),
+        (TokensRequest, {"token_ids": [1], "n": 2}, "n: give it in sampling_params"),
+        (TokensRequest, {"token_ids": [1], "sampling_params": {"best_of": 2}}, "best_of: give n instead"),
+        (Detokenized, {"tokens": [1], "n": 2}, "n: not honoured here; remove it"),
+    ],
+)
+def test_a_refusal_names_what_to_give_instead(kind, fields, reason):
+    with pytest.raises(ValidationError, match=reason):
+        kind(**fields)
 
 
 def test_fields_whose_values_mean_nothing_are_taken():

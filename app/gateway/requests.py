@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from tailrace.app.gateway.edge.errors import FieldRefused
 from tailrace.app.gateway.edge.fields import Ids, Listed, RequestObject, Texts
 from tailrace.app.gateway.edge.forms import RequestedForm, ResponseFormat
-from tailrace.app.gateway.edge.honoured import HonouredFields
+from tailrace.app.gateway.edge.honoured import INSTEAD, HonouredFields
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.rollout import SamplingParams
@@ -198,6 +198,7 @@ class TokensSampled(Sampled):
 class TokensRequest(Streamable):
     """`/inference/v1/generate`: token ids in and out."""
 
+    instead = INSTEAD | dict.fromkeys(TokensSampled.model_fields, "give it in sampling_params")
     request_id: str | None = None
     token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)]
     sampling_params: TokensSampled = TokensSampled()

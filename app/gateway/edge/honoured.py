@@ -4,12 +4,12 @@ Invariant: no field that could change a token is ignored. Source of names and de
 `entrypoints/openai/{completion,chat_completion}/protocol.py`, `entrypoints/scale_out/token_in_token_out/protocol.py`.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import ConfigDict, model_validator
 
 from tailrace.app.gateway.edge.fields import RequestObject
-from tailrace.deployments.messages.refusals import REFUSED
 
 IGNORED = {
     "user", "request_id", "detokenize", "cache_salt", "service_tier", "store",
@@ -33,23 +33,29 @@ NEUTRAL = {
 """Values without an effect, besides null."""
 
 
-def unknown_field(given: dict[str, Any]) -> str | None:
-    """Returns one line about the first field that is not supported, or None."""
-    for name, value in given.items():
-        if name in IGNORED or value is None or value in NEUTRAL.get(name, ()):
-            continue
-        reason = REFUSED.get(name, "not honoured here; remove it")
-        return f"{name}: {reason}"
-    return None
+INSTEAD = {
+    "best_of": "give n instead",
+    "max_completion_tokens": "give max_tokens instead",
+    "max_new_tokens": "give max_tokens instead",
+    "stop_strings": "give stop instead",
+} | dict.fromkeys(
+    ("guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "give structured_outputs instead",
+)
+"""Fields of other servers and of older clients, with their substitute here."""
 
 
 class HonouredFields(RequestObject):
-    """An object of a request. Any field that it does not declare has no effect, or is refused."""
+    """An object of a request. Any field that it does not declare has no effect, or is refused. `instead`: substitutes
+    by field.
+    """
 
     model_config = ConfigDict(extra="allow")
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     @model_validator(mode="after")
     def _honoured(self):
-        if (reason := unknown_field(self.model_extra or {})) is not None:
-            raise ValueError(reason)
+        for name, value in (self.model_extra or {}).items():
+            if not (name in IGNORED or value is None or value in NEUTRAL.get(name, ())):
+                raise ValueError(f"{name}: {self.instead.get(name, 'not honoured here; remove it')}")
         return self
