@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tailrace.app.gateway import answers
-from tailrace.app.gateway.doors import token_of
+from tailrace.app.gateway.access_control import token_of
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.service import ServedModel
 from tailrace.deployments.messages.adapters import Adapter

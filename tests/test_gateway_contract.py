@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.edge.honoured import IGNORED, NEUTRAL
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.requests import IGNORED, NEUTRAL, CompletionRequest, TokensRequest, TokensSampled
+from tailrace.app.gateway.requests import CompletionRequest, TokensRequest, TokensSampled
 from tailrace.deployments.messages.rollout import SampleResult
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.protocol.actions import SampleEnd

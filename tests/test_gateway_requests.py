@@ -1,4 +1,4 @@
-"""The gateway's requests, names and doors, without a service."""
+"""The gateway's requests, names and access control, without a service."""
 
 import asyncio
 from base64 import b64encode
@@ -6,14 +6,15 @@ from base64 import b64encode
 import pytest
 from pydantic import ValidationError
 
+from tailrace.app.gateway.access_control import AccessControl, read_tokens
 from tailrace.app.gateway.answer_text import text_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
-from tailrace.app.gateway.doors import Doors, read_tokens
 from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
+from tailrace.app.gateway.tokenizing import Detokenized
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import SampleResult
 from tailrace.deployments.messages.session import MAX_INDEX
@@ -33,6 +34,22 @@ TOKEN = "a-token-of-24-characters"
 def test_a_field_that_means_something_and_is_not_honoured_is_refused(fields, reason):
     with pytest.raises(ValidationError, match=reason):
         Sampled(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        (CompletionRequest, {"prompt": "a", "best_of": 2}, "best_of: give n instead"),
+        (CompletionRequest, {"prompt": "a", "max_completion_tokens": 2}, "max_completion_tokens: give max_tokens"),
+        (CompletionRequest, {"prompt": "a", "guided_json": {"a": 1}}, "guided_json: give structured_outputs instead"),
+        (TokensRequest, {"token_ids": [1], "n": 2}, "n: give it in sampling_params"),
+        (TokensRequest, {"token_ids": [1], "sampling_params": {"best_of": 2}}, "best_of: give n instead"),
+        (Detokenized, {"tokens": [1], "n": 2}, "n: not honoured here; remove it"),
+    ],
+)
+def test_a_refusal_names_what_to_give_instead(kind, fields, reason):
+    with pytest.raises(ValidationError, match=reason):
+        kind(**fields)
 
 
 def test_fields_whose_values_mean_nothing_are_taken():
@@ -245,7 +262,9 @@ def test_tokens_have_roles(tmp_path):
             read_tokens(path)
 
 
-def passed(doors: Doors, body: bytes = b"", path="/v1/models", method="POST", **headers: str) -> tuple[int, dict]:
+def passed(
+    access: AccessControl, body: bytes = b"", path="/v1/models", method="POST", **headers: str
+) -> tuple[int, dict]:
     """The status of one request, and the scope that the routes saw."""
     sent = []
 
@@ -257,7 +276,7 @@ def passed(doors: Doors, body: bytes = b"", path="/v1/models", method="POST", **
 
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "method": method, "headers": named}
-    asyncio.run(doors(scope, receive, send))
+    asyncio.run(access(scope, receive, send))
     return sent[0]["status"], scope | {"answer": dict(sent[0]["headers"])}
 
 
@@ -267,22 +286,22 @@ async def answering(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def test_the_door_admits_by_token_size_and_number(tmp_path):
+def test_access_is_by_token_size_and_number(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"evaluator {TOKEN}")
-    doors = Doors(answering, GatewayConfig(tokens_file=str(path), max_body_bytes=10))
-    status, scope = passed(doors, authorization=f"Bearer {TOKEN}")
+    access = AccessControl(answering, GatewayConfig(tokens_file=str(path), max_body_bytes=10))
+    status, scope = passed(access, authorization=f"Bearer {TOKEN}")
     assert (status, scope["role"]) == (200, Role.EVALUATOR)
-    assert passed(doors)[0] == passed(doors, authorization=f"Basic {TOKEN}")[0] == 401
-    assert passed(doors, authorization=f"Bearer {TOKEN[:-1]}")[0] == 401
+    assert passed(access)[0] == passed(access, authorization=f"Basic {TOKEN}")[0] == 401
+    assert passed(access, authorization=f"Bearer {TOKEN[:-1]}")[0] == 401
     basic = b64encode(f"evaluator:{TOKEN}".encode()).decode()  # of http://evaluator:TOKEN@HOST
-    assert passed(doors, authorization=f"Basic {basic}")[1]["role"] is Role.EVALUATOR
-    assert passed(doors, authorization=f"Digest {basic}")[0] == 401
-    assert passed(doors, b"0123456789a", authorization=f"Bearer {TOKEN}")[0] == 413
-    assert passed(doors, authorization=f"Bearer {TOKEN}", content_length="11")[0] == 413
-    doors._open = GatewayConfig().max_open
-    assert passed(doors, authorization=f"Bearer {TOKEN}")[0] == 429
-    assert passed(Doors(answering, GatewayConfig()))[1]["role"] is Role.EVALUATOR
+    assert passed(access, authorization=f"Basic {basic}")[1]["role"] is Role.EVALUATOR
+    assert passed(access, authorization=f"Digest {basic}")[0] == 401
+    assert passed(access, b"0123456789a", authorization=f"Bearer {TOKEN}")[0] == 413
+    assert passed(access, authorization=f"Bearer {TOKEN}", content_length="11")[0] == 413
+    access._open = GatewayConfig().max_open
+    assert passed(access, authorization=f"Bearer {TOKEN}")[0] == 429
+    assert passed(AccessControl(answering, GatewayConfig()))[1]["role"] is Role.EVALUATOR
 
 
 @pytest.mark.parametrize(
@@ -298,14 +317,14 @@ def test_the_door_admits_by_token_size_and_number(tmp_path):
 def test_a_page_of_another_site_can_make_a_browser_read_alone(method, origin, status):
     """A browser adds the token that it knows; the answer to a GET is kept from such a page by the browser itself."""
     headers = {"host": "gateway:8000"} | ({} if origin is None else {"origin": origin})
-    assert passed(Doors(answering, GatewayConfig()), method=method, **headers)[0] == status
+    assert passed(AccessControl(answering, GatewayConfig()), method=method, **headers)[0] == status
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/board", True), ("/board/stream", True), ("/v1/models", False)])
 def test_a_browser_asks_for_a_token_where_the_board_is(path, asked, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"observer {TOKEN}")
-    status, scope = passed(Doors(answering, GatewayConfig(tokens_file=str(tokens))), path=path, method="GET")
+    status, scope = passed(AccessControl(answering, GatewayConfig(tokens_file=str(tokens))), path=path, method="GET")
     assert status == 401 and (b"www-authenticate" in scope["answer"]) is asked
 
 

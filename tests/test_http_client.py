@@ -25,7 +25,7 @@ from tailrace.app.calls.refused import (
 from tailrace.app.calls.session import SampleCalls
 from tailrace.app.calls.single_samples import SingleSamples
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.doors import error_body
+from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections

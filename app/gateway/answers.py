@@ -112,14 +112,12 @@ def _answer(
 ) -> dict:
     prompt = sum(len(of_prompt[0].prompt_token_ids) for of_prompt in answers)
     made = sum(len(one.sample.token_ids) for of_prompt in answers for one in of_prompt)
-    return {
-        "id": f"{prefix}-{token_hex(12)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model.name,
-        "choices": choices,
-        "usage": usage(prompt, made),
-    }
+    return head(prefix, kind, model) | {"choices": choices, "usage": usage(prompt, made)}
+
+
+def head(prefix: str, kind: str, model: ServedModel) -> dict:
+    """Returns the fields with which answers and events begin. `prefix`: prefix of a new id."""
+    return {"id": f"{prefix}-{token_hex(12)}", "object": kind, "created": int(time.time()), "model": model.name}
 
 
 def usage(prompt_tokens: int, made_tokens: int) -> dict:

@@ -1,20 +1,19 @@
-"""Requests of vLLM's routes, as far as they are supported: any other field with an effective value is refused.
+"""Requests of vLLM's routes: the fields that are honoured, with their limits. `edge/honoured.py` has the others.
 
-Invariant: no field that could change a token is ignored. Source of names and defaults: vLLM 0.32,
-`entrypoints/openai/{completion,chat_completion}/protocol.py`, `entrypoints/scale_out/token_in_token_out/protocol.py`.
+Source of names and defaults: vLLM 0.32, see there.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tailrace.app.gateway.edge.errors import FieldRefused
 from tailrace.app.gateway.edge.fields import Ids, Listed, RequestObject, Texts
 from tailrace.app.gateway.edge.forms import RequestedForm, ResponseFormat
+from tailrace.app.gateway.edge.honoured import INSTEAD, HonouredFields
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.features.wire import Features
-from tailrace.deployments.messages.refusals import REFUSED
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
@@ -26,27 +25,6 @@ MAX_NAMED = 8
 """Maximum number of faults of one field that a refusal names."""
 
 INT64 = 2**63
-
-IGNORED = {
-    "user", "request_id", "detokenize", "cache_salt", "service_tier", "store",
-    "metadata", "safety_identifier", "prompt_cache_key", "routed_experts_prompt_start", "session_id", "mm_payload",
-    "spaces_between_special_tokens", "output_kind", "skip_clone", "skip_reading_prefix_cache",
-    "return_mm_kwargs", "return_token_offsets", "truncation_side", "token_offsets",
-    "length_penalty", "early_stopping",
-}  # fmt: skip
-"""Fields that change no token, and without which the answer is the same here."""
-
-NEUTRAL = {
-    "best_of": (1,), "echo": (False,), "use_beam_search": (False,),
-    "suffix": ("",), "include_stop_str_in_output": (True, False), "priority": (0,), "top_logprobs": (0, 1),
-    "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,), "logprob_token_ids": ([],),
-    "flat_logprobs": (False,), "include_reasoning": (True, False), "watermarking": (False,), "chat_template": ("",),
-    "skip_special_tokens": (True, False), "output_mode": ("tokens",), "return_prompt_text": (False,),
-    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "vllm_xargs": ({},), "extra_args": ({},),
-    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "repetition_detection": ({},), "content_parts": ([],),
-    "reasoning_ended": (True,), "output_text_buffer_length": (0,), "prompt_logprob_start": (0,),
-}  # fmt: skip
-"""Values without an effect, besides null."""
 
 
 def biases(given: Any) -> Any:
@@ -67,22 +45,11 @@ def biases(given: Any) -> Any:
     return found
 
 
-def unknown_field(given: dict[str, Any]) -> str | None:
-    """Returns one line about the first field that is not supported, or None."""
-    for name, value in given.items():
-        if name in IGNORED or value is None or value in NEUTRAL.get(name, ()):
-            continue
-        reason = REFUSED.get(name, "not honoured here; remove it")
-        return f"{name}: {reason}"
-    return None
-
-
-class Sampled(RequestObject):
+class Sampled(HonouredFields):
     """Sampling parameters of one request. `seed`: the index of the sample among those of its prompt, see `naming`; -1
     means none, as in vLLM.
     """
 
-    model_config = ConfigDict(extra="allow")
     n: int = Field(1, ge=1, le=1_024)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     max_tokens: int | None = Field(None, ge=1)
@@ -112,12 +79,6 @@ class Sampled(RequestObject):
                 raise FieldRefused(f"`{name}` must be an integer.", name)
         return given
 
-    @model_validator(mode="after")
-    def _honoured(self):
-        if (reason := unknown_field(self.model_extra or {})) is not None:
-            raise ValueError(reason)
-        return self
-
     def sampling(self) -> SamplingParams:
         """Returns the sampling parameters. Raises ValueError for invalid values."""
         given = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
@@ -145,7 +106,7 @@ class StreamOptions(RequestObject):
     continuous_usage_stats: bool | None = None
 
 
-class Streamable(RequestObject):
+class Streamable(HonouredFields):
     """A request whose answer may be a stream."""
 
     model: str | None = None
@@ -237,7 +198,7 @@ class TokensSampled(Sampled):
 class TokensRequest(Streamable):
     """`/inference/v1/generate`: token ids in and out."""
 
-    model_config = ConfigDict(extra="allow")
+    instead = INSTEAD | dict.fromkeys(TokensSampled.model_fields, "give it in sampling_params")
     request_id: str | None = None
     token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)]
     sampling_params: TokensSampled = TokensSampled()
@@ -250,12 +211,6 @@ class TokensRequest(Streamable):
 
     def sampled(self) -> Sampled:
         return self.sampling_params
-
-    @model_validator(mode="after")
-    def _honoured(self):
-        if (reason := unknown_field(self.model_extra or {})) is not None:
-            raise ValueError(reason)
-        return self
 
 
 def _is_ids(prompt: list) -> bool:

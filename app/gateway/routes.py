@@ -17,12 +17,12 @@ from fastapi.responses import JSONResponse
 from tailrace.app.board.routes import add_board
 from tailrace.app.board.watcher import Watcher
 from tailrace.app.gateway import answers
+from tailrace.app.gateway.access_control import AccessControl
 from tailrace.app.gateway.adapter_routes import add_adapters
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.context_bound import check_bound, check_known, check_length, check_prompts
 from tailrace.app.gateway.control_routes import add_control
-from tailrace.app.gateway.doors import Doors
 from tailrace.app.gateway.edge.errors import ErrorAnswer, SampleFailed, UnknownModel, add_errors, error_body, error_of
 from tailrace.app.gateway.edge.json_body import StrictRoute
 from tailrace.app.gateway.metrics import add_metrics
@@ -46,7 +46,7 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
     about = "vLLM's routes, over open sessions of Tailrace"
     app = FastAPI(title="Tailrace", version=VERSION, description=about, lifespan=lifespan, responses=ERRORS)
     app.router.route_class = StrictRoute
-    app.add_middleware(Doors, config=config)
+    app.add_middleware(AccessControl, config=config)
     add_errors(app)
     _add_generation(app, service, config)
     _add_model(app, service)

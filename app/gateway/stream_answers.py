@@ -3,10 +3,8 @@
 A choice's last event has its finish_reason, and the additional fields of whole answers (see `answers`).
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from secrets import token_hex
 
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.answer_text import stream_text, text_for
@@ -28,12 +26,7 @@ class AnswerStream:
 
     def __init__(self, request: Streamable, model: ServedModel, naming: Naming, wanted: Wanted):
         self.request, self.model, self.naming, self.wanted = request, model, naming, wanted
-        self._same = {
-            "id": f"{self.prefix}-{token_hex(12)}",
-            "object": self.kind,
-            "created": int(time.time()),
-            "model": model.name,
-        }
+        self._same = answers.head(self.prefix, self.kind, model)
         self._prompts: dict[int, Sequence[int]] = {}  # token ids by choice
         self._made: Counter[int] = Counter()  # tokens by choice
         self._waiting: dict[int, SampleTokens] = {}  # the last token of each choice
@@ -75,8 +68,8 @@ class AnswerStream:
         return self._same | {"choices": [choice]} | usage
 
     def _usage(self) -> dict:
-        prompt = sum(len(ids) for number, ids in self._prompts.items() if number % self.wanted.n == 0)
-        return answers.usage(prompt, self._made.total())
+        lengths = {number // self.wanted.n: len(ids) for number, ids in self._prompts.items()}  # by prompt
+        return answers.usage(sum(lengths.values()), self._made.total())
 
     def _begin(self, number: int) -> Iterator[dict]:
         raise NotImplementedError

@@ -3,25 +3,18 @@
 from typing import Annotated, Any
 
 from fastapi import FastAPI
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from tailrace.app.gateway.chat.requests import ChatRequest, Templated
-from tailrace.app.gateway.edge.fields import Ids, RequestObject
-from tailrace.app.gateway.requests import unknown_field
+from tailrace.app.gateway.edge.fields import Ids
+from tailrace.app.gateway.edge.honoured import HonouredFields
 from tailrace.app.gateway.service import GatewayService
 
 
-class TokenizerBody(RequestObject):
+class TokenizerBody(HonouredFields):
     """A body for the tokenizer alone."""
 
-    model_config = ConfigDict(extra="allow")
     model: str | None = None
-
-    @model_validator(mode="after")
-    def _honoured(self):
-        if (reason := unknown_field(self.model_extra or {})) is not None:
-            raise ValueError(reason)
-        return self
 
 
 class Tokenized(TokenizerBody):

@@ -103,6 +103,20 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces(play):
     play(story, mean_tokens=400)
 
 
+def test_the_usage_of_an_event_counts_its_prompt_once_whichever_choice_begins(play):
+    async def story(cluster, http, app):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        asked = {"prompt": PROMPT, "max_tokens": 20, "n": 3, "return_token_ids": True, "stream_options": options}
+        first_choices = set()
+        for seed in range(4):
+            events = await events_of(http, "/v1/completions", **asked | {"seed": seed})
+            first_choices.add(events[0]["choices"][0]["index"])
+            assert {event["usage"]["prompt_tokens"] for event in events} == {len(PROMPT)}
+        assert first_choices != {0}, "also another choice than the first begins"
+
+    play(story)
+
+
 def test_a_streamed_chat_is_the_whole_one_in_pieces(play):
     async def story(cluster, http, app):
         asked = {"messages": [{"role": "user", "content": "5 6"}], "max_tokens": 70, "logprobs": True}

@@ -49,7 +49,7 @@ def token_of(header: bytes) -> bytes:
     return b""
 
 
-class Doors:
+class AccessControl:
     """ASGI middleware; see the module docstring."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], config: GatewayConfig):
