@@ -28,8 +28,8 @@ REWARDED = "SELECT prompt_key, epoch, sample_index, reward, tokens FROM answers 
 
 
 def config_of(rng: Random, folder: Path | None) -> ContextConfig:
-    """Returns a configuration with one shard for each busy replica, which soon follows; history is on disk for one run
-    in four."""
+    """Returns a configuration with one shard for each busy replica, which shrinks within seconds. History is on disk
+    for one run in four."""
     history_dir = str(folder) if rng.random() < 0.25 and folder else None
     return ContextConfig(
         shards=rng.choice((1, 1, 2)), max_shards=4, replicas_per_shard=1, shrink_after_s=5.0, history_dir=history_dir
