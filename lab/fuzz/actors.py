@@ -1,6 +1,6 @@
 """Simulated actors: the pool's master, with its keys.
 
-`problem`: a fault of the moment; each call then raises it, or waits.
+`problem` is a fault of the moment: each call then raises it, or waits.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from tailrace.kvpool.status import PoolDown, PoolStatus
 
 
 class Actor:
-    """`problem`: None, "down", "hangs" or "odd" (calls end in errors of Ray's own)."""
+    """An actor. `problem`: None, "down", "hangs" or "odd" (calls end in errors of Ray)."""
 
     def __init__(self):
         self.problem: str | None = None
@@ -25,7 +25,7 @@ class Actor:
 
 
 class SimulatedMaster(Actor):
-    """The pool's master: `keys` in it, each with the content of the weights that wrote it."""
+    """The pool's master. `keys`: each key with the content of the weights that wrote it."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many seeds on all cores: outcomes as they come, and the shortest plan of one that fails."""
+"""Many seeds on all cores: outcomes as they come, and the shortest plan that still fails."""
 
 import gc
 import logging
@@ -14,7 +14,7 @@ from tailrace.lab.fuzz.run import SINGLES_SHARE, Outcome, RunPlan, plan_of, run
 from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
 
 BATCH = 8
-"""Seeds that a process runs in a row."""
+"""Number of seeds that a process runs in a row."""
 
 
 def campaign(seeds: Iterable[int], kinds: tuple[str, ...], workers: int | None = None) -> Iterator[Outcome]:
@@ -42,7 +42,7 @@ def _run_all(seeds: tuple[int, ...], kinds: tuple[str, ...]) -> list[Outcome]:
 
 
 def outcome_of(seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE) -> Outcome:
-    """Runs one seed, see `plan_of`. An exception of the simulation itself is a failure too."""
+    """Runs one seed, see `plan_of`. Returns its outcome; an exception of the simulation itself is a failure, too."""
     plan = plan_of(seed, kinds, singles)
     try:
         return run(plan)
@@ -51,7 +51,7 @@ def outcome_of(seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE
 
 
 def described(plan: RunPlan) -> list[str]:
-    """A plan in lines, for people."""
+    """Returns a plan in lines, for people."""
     size = plan.size
     lines = [f"seed {plan.seed}: {size.replicas} replicas, limits {size.limits}, policies {size.policies}"]
     for d in plan.drivers:
@@ -72,7 +72,7 @@ PLAIN_DRIVER = {"hasty": False}, {"impossible": False}, {"grows": False}, {"over
 
 
 def shortened(plan: RunPlan) -> RunPlan:
-    """The plan with as few faults and drivers as still fail."""
+    """Returns the plan with as few faults and drivers as still fail."""
     shorter = True
     while shorter:
         shorter = False

@@ -1,6 +1,6 @@
 """Checks of every result that a simulated driver gets, and the observations of a run.
 
-Invariant: a result that no run may give raises `Wrong`, one line. Called by `drivers`.
+Invariant: a result that no run may give raises `Wrong`, in one line. Called by `drivers`.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,8 @@ class Wrong(AssertionError):
 
 @dataclass
 class Ledger:
-    """Observations of all drivers of a run. `contents`: weights version -> contents that its tokens came from."""
+    """Observations of all drivers of a run. `contents`, `offered`: contents by weights version, those that its tokens
+    came from and those that an update gave."""
 
     contents: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
     offered: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
@@ -35,13 +36,13 @@ class Ledger:
 
 
 class ResultChecks:
-    """Of the results of one run."""
+    """Checks of the results of one run. They raise Wrong."""
 
     def __init__(self, cluster: SimulatedCluster, ledger: Ledger):
         self._cluster, self._ledger = cluster, ledger
 
     def check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult, floor: int = 0) -> None:
-        """`floor`: weights version of the last update of the client that has asked."""
+        """Checks the result of a group. `floor`: weights version of the last update of the client that requested it."""
         where = f"{batch.batch_id}/{group.prompt_id}"
         if (result.batch_id, result.prompt_token_ids) != (batch.batch_id, group.token_ids):
             raise Wrong(f"{where}: the result is of another prompt")
@@ -53,7 +54,7 @@ class ResultChecks:
             self.check_sample(batch, group, sample, f"{where}#{sample.sample_index}")
 
     def check_sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:
-        """Check one sample of a group. `where`: its name in the error."""
+        """Checks one sample of a group. `where`: its name in the error."""
         ledger, tokens = self._ledger, sample.token_ids
         ledger.samples += 1
         ledger.tokens += len(tokens)
@@ -88,7 +89,7 @@ class ResultChecks:
             raise Wrong(f"{where}: given up: {sample.error}")
 
     def check_turn(self, key: int, prompt_tokens: int, max_tokens: int, sample: SampleResult, where: str) -> None:
-        """Check one turn of a sample by its own key: tokens, their logprobs and its end."""
+        """Checks one turn of a sample by its own key: tokens, their logprobs and its end."""
         tokens = sample.token_ids
         spans = [(segment.start, segment.end) for segment in sample.segments]
         if [place for span in spans for place in span] != sorted(place for span in spans for place in span):

@@ -19,7 +19,7 @@ from tailrace.policies.protocol.events import ChunkEnd
 VOCABULARY, EOS = 1000, 0
 BLOCK_TOKENS = 16
 PIECE = 16
-"""Tokens that one hash gives."""
+"""Number of tokens that one hash gives."""
 
 KEY_PREFIX = f"{PREFIX}-0123456789abcdef"
 
@@ -37,7 +37,8 @@ def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
 
 
 def logprob_of(token: int | np.ndarray) -> float | np.ndarray:
-    """Returns the logprob of a token, or of each, in any sample: exact in float32. The model's own is twice that."""
+    """Returns the logprob of a token, or of each token of an array, in any sample; exact in float32. The model's own
+    logprob is twice that."""
     return -(1 + token) / 64
 
 
@@ -73,7 +74,8 @@ class RunningChunk:
 def result_of(
     running: RunningChunk, tokens: np.ndarray, end: ChunkEnd, version: int, saved: list[bytes]
 ) -> ChunkResult:
-    """Returns the result of a chunk that has ended. `version`: of the weights. `saved`: names of its KV in the pool."""
+    """Returns the result of a chunk that has ended. `version`: weights version. `saved`: names of its KV in the
+    pool."""
     chunk = running.chunk
     return ChunkResult(
         chunk_id=chunk.chunk_id,
@@ -95,7 +97,7 @@ def result_of(
 
 
 class Blocks:
-    """Names of the KV blocks in an engine, the longest unused first. `capacity`: their largest number."""
+    """Names of the KV blocks in an engine, the longest unused first. `capacity`: maximum number of names."""
 
     def __init__(self, capacity: int):
         self._names: dict[bytes, None] = {}
@@ -105,7 +107,7 @@ class Blocks:
         return name in self._names
 
     def keep(self, names: list[bytes]) -> None:
-        """Keep the blocks of a context, over those that were used before all others."""
+        """Keeps the blocks of a context. Removes the longest unused names beyond the capacity."""
         for name in names:
             self._names.pop(name, None)
             self._names[name] = None
@@ -117,7 +119,7 @@ class Blocks:
 
 
 def reserved_blocks(running: Iterable[RunningChunk], draft_tokens: int) -> int:
-    """Returns the KV blocks that chunks need at their full length, with look-ahead."""
+    """Returns the number of KV blocks that chunks need at their full length, with look-ahead."""
     needs = (len(one.chunk.token_ids) + one.chunk.max_tokens + draft_tokens for one in running)
     return sum(-(-need // BLOCK_TOKENS) for need in needs)
 
@@ -128,7 +130,8 @@ def prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:
 
 
 def block_names(chunk: ChunkRequest, token_ids: np.ndarray) -> list[bytes]:
-    """Names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its end."""
+    """Returns the names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its
+    end."""
     kv = chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
     salt = cache_salt(kv.version, kv.digest, digest_of_adapter(chunk.adapter))
     covered, names = blake2b(salt.encode(), digest_size=32), []

@@ -1,6 +1,6 @@
 """A simulated Serve application: engine replicas, a coordinator, KV pool and group context, and Serve's controller.
 
-The controller is Serve's as far as it matters here: it probes health, replaces dead replicas, and scales.
+The controller does what Serve's does as far as it matters here: it probes health, replaces dead replicas, and scales.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from tailrace.policies.families.registry import Policies
 
 HEALTH_S = 2.0
 FAILED_CHECKS = 3
-"""Serve replaces a replica after this many failed probes in a row."""
+"""Number of failed probes in a row after which Serve replaces a replica."""
 
 BOOT_S = (2.0, 30.0)
 GRACE_S = 20.0
@@ -110,7 +110,8 @@ class SimulatedCoordinator(Coordinator.func_or_class):
 
 
 class SimulatedCluster:
-    """See the module docstring. `rng`: of latencies and boot times. `history`: a folder for that."""
+    """A simulated application, see above. `rng`: decides latencies and boot times. `history`: a folder for the group
+    context's history."""
 
     def __init__(
         self, size: Size, rng: Random, log_disk: LogDisk, history: Path | None = None, culprits: Culprits | None = None
@@ -193,7 +194,7 @@ class SimulatedCluster:
             self.gone.append(replica)
 
     async def _stop(self, replica: SimulatedReplica) -> None:
-        """A graceful stop: no new call, and time for those in flight."""
+        """Stops a replica gracefully: it gets no new call, and time for the calls in flight."""
         replica.stopping = True
         for _ in range(int(GRACE_S)):
             await asyncio.sleep(1.0)
@@ -205,7 +206,7 @@ class SimulatedCluster:
     # ---- the coordinator -----------------------------------------------------------------------------
 
     def kill_coordinator(self, away_s: float | None = None) -> None:
-        """`away_s`: seconds until the next one begins; by default 1 to 10."""
+        """Kills the coordinator. `away_s`: seconds until the next one begins; by default 1 to 10."""
         if self._up.is_set():
             self._up.clear()
             version = self.coordinator.rollouts.status().weights_version
@@ -233,7 +234,7 @@ class SimulatedCluster:
         self._up.set()
 
     async def start_one(self, process: Process) -> SimulatedCoordinator:
-        """A coordinator in a process, over all replicas."""
+        """Returns a coordinator in a process, over all replicas."""
         self.coordinators += 1
         pool = None
         if self.master:

@@ -19,12 +19,12 @@ def digest_of(content: str) -> str:
 
 @dataclass
 class Disk:
-    """Weights folders by name: their content, as one string."""
+    """Weights folders by name; the content of each is one string."""
 
     folders: dict[str, str] = field(default_factory=dict)
 
     def read(self, folder: str) -> str:
-        """Returns the content. Raises ValueError, one line, if no model can be loaded from it."""
+        """Returns the content of a folder. Raises ValueError, in one line, if no model can be loaded from it."""
         if not isinstance(folder, str) or folder not in self.folders:
             raise ValueError(f"weights folder {folder}: no such folder on this machine")
         if self.folders[folder] == TORN:
@@ -33,7 +33,7 @@ class Disk:
 
 
 class SimulatedAdapters:
-    """The adapters of one engine, by the stepper's interface; their folders are on the disk of the weights."""
+    """The adapters of one engine, by the stepper's interface. Their folders are on the disk of the weights."""
 
     def __init__(self, disk: Disk):
         self._disk = disk
@@ -66,5 +66,5 @@ class SimulatedAdapters:
 
 
 def adapted(content: str, adapter: str) -> str:
-    """Returns the content that decides tokens: that of the weights, with an adapter's digest if there is one."""
+    """Returns the content that decides tokens: the content of the weights, with an adapter's digest if there is one."""
     return f"{content}+{adapter}" if adapter else content

@@ -1,6 +1,7 @@
-"""Simulated RL drivers: batch after batch through the real client, weights updates between, and checks of every token.
+"""Simulated RL drivers: batch after batch through the real client, with weights updates between and checks of every
+token.
 
-Invariant: a driver ends when each of its steps has all groups, each once; whatever happens to the service meanwhile.
+Invariant: a driver ends when each of its steps has all groups, each once, whatever happens to the service meanwhile.
 """
 
 import asyncio
@@ -32,19 +33,19 @@ from tailrace.lab.verification.asking import two_turns
 AGAIN_S = 2.0
 
 TURNS_SHARE = 0.4
-"""Of the samples of a driver that asks for single ones."""
+"""Share of the samples with two turns, of a driver that requests single samples."""
 
 ADAPTED_SHARE = 0.7
-"""Of the groups of a driver with an adapter."""
+"""Share of the groups with the adapter, of a driver that has one."""
 
 HOLDS_S = (0.0, 1.0, 60.0)
 
 
 @dataclass(frozen=True)
 class DriverPlan:
-    """One driver's work: `steps` steps or more, until `until_s` of the run, with `pause_s` seconds between.
+    """Work of one driver: `steps` steps or more, until second `until_s` of the run, with `pause_s` seconds between.
 
-    `updates`: whether it trains, that is updates the weights after each step.
+    `updates`: whether it is a trainer, which updates the weights after each step.
     """
 
     name: str
@@ -104,7 +105,7 @@ class TaskHeartbeat(Heartbeat):
 
 
 async def insisted(ask: Callable, *errors: type[Exception]):
-    """The result of a call, made again after these errors."""
+    """Returns the result of a call, which is repeated after these errors."""
     while True:
         try:
             return await ask()
@@ -113,12 +114,12 @@ async def insisted(ask: Callable, *errors: type[Exception]):
 
 
 def driver_client(cluster: SimulatedCluster) -> RolloutClient:
-    """The real client, in the present process."""
+    """Returns a real client, in the present process."""
     return RolloutClient(telemetry=cluster.telemetry, handle=cluster.handle(), heartbeat=TaskHeartbeat)
 
 
 class SimulatedDriver:
-    """One driver. `done` counts its whole steps, and outlives its process."""
+    """One driver. `done`: number of its whole steps, which outlives its process."""
 
     def __init__(self, plan: DriverPlan, cluster: SimulatedCluster, ledger: Ledger):
         self.plan, self._cluster, self._ledger = plan, cluster, ledger
@@ -145,7 +146,7 @@ class SimulatedDriver:
         self.ended = True
 
     async def _rolled(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
-        """All groups of a batch, while the driver may also ask for the impossible."""
+        """Returns all groups of a batch. The driver may request the impossible meanwhile."""
         roll = self._roll_singles if self.plan.singles else self._roll
         if not self.plan.impossible:
             return await roll(client, batch)
@@ -160,7 +161,8 @@ class SimulatedDriver:
                 await meanwhile
 
     async def _roll(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
-        """All groups of a batch. The client continues after faults by itself, unless its weights are overwritten."""
+        """Returns all groups of a batch. The client continues after faults by itself, unless its weights are
+        overwritten."""
         groups: dict[str, GroupResult] = {}
         while True:
             self._cluster.log_disk.begin(batch.batch_id)
@@ -192,7 +194,7 @@ class SimulatedDriver:
         return groups
 
     async def _roll_singles(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
-        """All groups of a batch, each sample on its own and in any order, some in two turns."""
+        """Returns all groups of a batch, each sample on its own and in any order, some in two turns."""
         rng, turns = (Random(f"{batch.seed}/{batch.batch_id}/{name}") for name in ("singles", "turns"))
         wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
         rng.shuffle(wanted)
@@ -231,7 +233,8 @@ class SimulatedDriver:
                 await session.close()
 
     async def _grown(self, batch: RolloutBatch) -> dict[str, GroupResult] | None:
-        """All groups of a batch that grows, or None if the service is in trouble. Some may be made again meanwhile."""
+        """Returns all groups of a batch that grows, or None if the service is in trouble. Some may be made again
+        meanwhile."""
         for _ in range(len(batch.groups)):
             self._again(batch)
         rng = Random(f"{batch.seed}:{batch.batch_id}:grown:{self._now()}")
@@ -244,7 +247,7 @@ class SimulatedDriver:
         return Random(f"{batch.seed}/{batch.batch_id}/hasty/{self._now()}")
 
     def _again(self, batch: RolloutBatch, request: dict | None = None) -> None:
-        """A call is made that may make one of the batch's samples again, or all of them."""
+        """Records a call that may make one of the batch's samples again, or all of them."""
         wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
         for group, index in wanted:
             if request is None or (request["group"], request["index"]) == (group.prompt_id, index):
@@ -263,7 +266,7 @@ class SimulatedDriver:
         return self._ledger.version
 
     async def _update(self, client: RolloutClient, version: int) -> None:
-        """Gives the service new weights, under the first version from this one on that is not taken."""
+        """Gives the service new weights, under the first free version from this one on."""
         while True:
             folder, content = f"w{version}", f"content-{version}"
             self._cluster.disk.folders[folder] = content
@@ -287,7 +290,7 @@ class SimulatedDriver:
             return
 
     async def _load_adapter(self, client: RolloutClient) -> None:
-        """Gives its adapter the content of this step."""
+        """Gives the driver's adapter the content of this step."""
         content = f"{self.plan.name}-{self.done}"
         self._cluster.disk.folders[f"/{content}"] = content
         loaded = await insisted(lambda: client.load_adapter(self.plan.name, f"/{content}"), RayError, AdapterRejected)

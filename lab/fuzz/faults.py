@@ -1,4 +1,4 @@
-"""Faults by seed: kinds, times and targets; and how each is done to a simulated cluster.
+"""Faults by seed: kinds, times and targets, and how each is done to a simulated cluster.
 
 A schedule is a tuple of values, so that it can be shortened and printed.
 """
@@ -27,7 +27,8 @@ OVERWRITTEN = "overwritten-"  # so begins the content of a weights folder that a
 
 
 class Fault(NamedTuple):
-    """`at_s`: of the run. `target`: which replica or driver, modulo their number. `seconds`, `number`: by kind."""
+    """A fault. `at_s`: second of the run. `target`: number of a replica or driver, modulo their count. `seconds`,
+    `number`: their meaning depends on the kind."""
 
     at_s: float
     kind: str
@@ -52,7 +53,7 @@ class FaultSite:
         return self.cluster.replicas[names[fault.target % len(names)]] if names else None
 
     def digest(self, version: int) -> str:
-        """Digest that the service reports for `version`, or ''."""
+        """Returns the digest that the service reports for `version`, or ''."""
         status = self.cluster.coordinator.rollouts.status()
         return status.weights_digest if status.weights_version == version else ""
 
@@ -87,7 +88,7 @@ async def _refuse(site: FaultSite, fault: Fault) -> None:
 
 
 async def _deadly(site: FaultSite, fault: Fault) -> None:
-    """From now on a sample that runs ends its engine, and each that takes it on."""
+    """Makes a running sample deadly: from then on it ends its engine, and each engine that runs it later."""
     if (replica := site.replica(fault)) and (keys := replica.stepper.sample_keys):
         site.cluster.deadly.add(keys[fault.number % len(keys)])
 
@@ -106,7 +107,7 @@ def _answer(text: Callable[[Fault], str]) -> Callable:
 
 
 async def _ray_error(site: FaultSite, fault: Fault) -> None:
-    """An error of Ray in the call that holds a replica's line, or of the engine in its next chunk."""
+    """Raises an error of Ray in the call that holds a replica's line, or of the engine in its next chunk."""
     if replica := site.replica(fault):
         if fault.number % 2:
             replica.hold_errors.put_nowait(fault.number // 2)
@@ -115,7 +116,7 @@ async def _ray_error(site: FaultSite, fault: Fault) -> None:
 
 
 async def _line_breaks(site: FaultSite, fault: Fault) -> None:
-    """A connection breaks, and is made again at once: frames on the way are lost."""
+    """Breaks a connection, which is made again at once. Frames on the way are lost."""
     if replica := site.replica(fault):
         for way in replica.ways:
             way.cut()
@@ -130,7 +131,8 @@ async def _driver(site: FaultSite, fault: Fault) -> None:
 
 
 async def _overwrite(site: FaultSite, fault: Fault) -> None:
-    """A trainer writes other weights into the folder of the present ones, and the old ones back, unless those count."""
+    """Writes other weights into the folder of the present ones, as a trainer may. Writes the old ones back, unless the
+    new ones have been adopted."""
     folders, version = site.cluster.disk.folders, site.ledger.version
     folder = f"w{version}"
     old = folders.get(folder, TORN)
@@ -146,7 +148,7 @@ async def _overwrite(site: FaultSite, fault: Fault) -> None:
 
 
 async def _strange_update(site: FaultSite, fault: Fault) -> None:
-    """An update that must be refused, or that changes nothing."""
+    """Requests an update that must be refused, or that changes nothing."""
     version = site.ledger.version
     site.cluster.disk.folders["torn"] = TORN
     attempts = [
@@ -157,7 +159,7 @@ async def _strange_update(site: FaultSite, fault: Fault) -> None:
 
 
 async def _same_version(site: FaultSite, fault: Fault) -> None:
-    """Somebody else gives other weights the version that the trainer gives next, or has given."""
+    """Gives other weights the version that the trainer gives next, or has given."""
     version = max(1, site.ledger.version + fault.number % 2)
     folder = f"other-{version}"
     site.cluster.disk.folders[folder] = f"other-{version}"
@@ -166,7 +168,7 @@ async def _same_version(site: FaultSite, fault: Fault) -> None:
 
 
 async def _strange_batch(site: FaultSite, fault: Fault) -> None:
-    """A batch that must be refused: with values that no batch has, as an unchecked copy of a message may."""
+    """Requests a batch that must be refused: it has values that no batch has, as an unchecked copy of a message may."""
     good = PromptGroup(prompt_id="p", token_ids=(1, 2), samples=1, max_tokens=4)
     batch = RolloutBatch(batch_id=f"strange-{fault.number}", groups=(good,))
     values = (
@@ -205,12 +207,12 @@ async def _reset(site: FaultSite, fault: Fault) -> None:
 
 
 PAUSED_S = 0.1
-"""At least, so that the pause arrives before the resume: two calls at the same time have no order."""
+"""Minimum seconds of a pause, so that it arrives before the resume: two calls at the same time have no order."""
 
 
 async def _pause(site: FaultSite, fault: Fault) -> None:
-    """A trainer pauses the service for a while, and resumes it, whatever has become of the pause; or puts it to sleep,
-    and wakes it until it is awake."""
+    """Pauses the service for a while, as a trainer does, and resumes it whatever became of the pause; or puts it to
+    sleep, and wakes it until it is awake."""
     client = driver_client(site.cluster)
     if fault.number % 4 == 3:
         sleep = asyncio.ensure_future(_tolerated(client.sleep("keep")))
@@ -228,7 +230,7 @@ async def _pause(site: FaultSite, fault: Fault) -> None:
 
 
 async def _policy(site: FaultSite, fault: Fault) -> None:
-    """A policy of the user's own gets into trouble. Batches may be ended by it."""
+    """Makes a policy of the user's own fail for a while. It may end batches."""
     site.ledger.policies_failed = True
     Trouble.family, Trouble.number = TROUBLES[fault.target % len(TROUBLES)], fault.number
     await asyncio.sleep(fault.seconds)
@@ -236,7 +238,7 @@ async def _policy(site: FaultSite, fault: Fault) -> None:
 
 
 async def _tolerated(call) -> None:
-    """A call that may be refused; only its effects are checked."""
+    """Awaits a call that may be refused; only its effects are checked."""
     try:
         await asyncio.wait_for(call, 700.0)
     except (RayError, WeightsRejected, ValueError, TypeError, TimeoutError):
@@ -281,7 +283,7 @@ LASTING = {
     "hang", "silence", "partition", "slow", "refuse", "late", "driver", "actor_down", "actor_hangs", "actor_odd",
     "overwrite", "join", "policy", "pause",
 }  # fmt: skip
-"""Kinds whose `seconds` say how long they hold."""
+"""Kinds that last for their `seconds`."""
 
 
 def schedule(rng: Random, until_s: float, kinds: tuple[str, ...] = tuple(KINDS)) -> tuple[Fault, ...]:

@@ -1,7 +1,7 @@
 """Simulated Serve handles and Ray actor handles: calls between simulated processes, with faults on the way.
 
-As with Ray: a dead callee ends a call in RayActorError; a caller that leaves cancels its call, unless it is dead
-itself; an exception of the callee comes as RayTaskError that is also an instance of its cause.
+As with Ray, a dead callee ends a call in RayActorError. A caller that leaves cancels its call, unless it is dead
+itself. An exception of the callee arrives as a RayTaskError that is also an instance of its cause.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tailrace.lab.fuzz.replica import SimulatedReplica
 from tailrace.lab.fuzz.virtual_time import Process, caller_is_dead
 
 PARTED_S = 73.0
-"""After this silence of a host Ray takes its actors for dead."""
+"""Seconds of a host's silence after which Ray takes its actors for dead."""
 
 RAY_ERRORS = (
     lambda: ObjectLostError("ab" * 28, None, ""),
@@ -54,7 +54,7 @@ async def call(callee: Process, work: Callable):
 
 
 def _answer(callee: Process, task: asyncio.Task) -> asyncio.Future:
-    """The end of a task that needs `callee`, or RayActorError once that is dead."""
+    """Returns the end of a task that needs `callee`, or RayActorError once `callee` is dead."""
     answer = asyncio.get_running_loop().create_future()
 
     def settle(ended: asyncio.Future) -> None:
@@ -81,7 +81,8 @@ async def _as_ray(work: Callable):
 
 
 def task_error(error: Exception) -> Exception:
-    """An exception of a callee as Ray gives it to the caller. Ray would look up the present process and address."""
+    """Returns an exception of a callee as Ray gives it to the caller. Ray would look up the present process and
+    address."""
     text = f"Traceback\n{type(error).__name__}: {error}"
     wrapped = RayTaskError("method", text, error, proctitle="simulated", pid=1, ip="127.0.0.1")
     return wrapped.as_instanceof_cause()
@@ -112,7 +113,8 @@ class EngineHandle:
         return await (_held(replica, answer) if method == "hold_line" else answer)
 
     async def _parted(self, replica: SimulatedReplica, coroutine):
-        """The call's answer; RayActorError if the replica's host is cut off for longer than Ray waits."""
+        """Returns the call's answer. Raises RayActorError if the replica's host is cut off for longer than Ray
+        waits."""
         task = asyncio.ensure_future(coroutine)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # not read if its caller dies
         now = asyncio.get_running_loop().time
@@ -146,7 +148,8 @@ class EngineHandle:
 
 
 async def _held(replica: SimulatedReplica, answer: Coroutine):
-    """The call that holds a line, unless Ray gets into trouble with it; it continues at the replica then."""
+    """Awaits the call that holds a line. Raises an error of Ray if a fault gives one; the call then continues at the
+    replica."""
     task, error = asyncio.ensure_future(answer), asyncio.ensure_future(replica.hold_errors.get())
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
@@ -187,7 +190,7 @@ class Broadcast:
 
 
 class IngressHandle:
-    """The handle of the application. `present`: gives the coordinator's process and object, once it is up."""
+    """The handle of the application. `present`: returns the coordinator's process and object, once it is up."""
 
     def __init__(self, present: Callable, stream: bool = False):
         self._present, self._stream = present, stream

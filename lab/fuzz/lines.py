@@ -1,6 +1,7 @@
 """Simulated lines between coordinators and engine replicas: frames that take time, and connections that break.
 
-As over TCP: frames come in order. A partition, or a silent event loop, holds them back; a break loses those on the way.
+As over TCP, frames arrive in order. A partition, or a silent event loop, delays them; a break loses the frames on the
+way.
 """
 
 import asyncio
@@ -32,11 +33,11 @@ class Way:
         self._loop.call_at(self._last_s, self._arrive)
 
     def cut(self) -> None:
-        """Frames on the way are lost."""
+        """Loses the frames on the way."""
         self._breaks += 1
 
     def _arrive(self) -> None:
-        """The first frame is due. A loop may call those of one time in any order."""
+        """Delivers the first frame, which is due. A loop may call the arrivals of one instant in any order."""
         held_s = max(self._replica.parted_until_s, self._replica.silent_until_s)
         if held_s > self._loop.time():
             self._last_s = max(self._last_s, held_s)
@@ -64,7 +65,7 @@ class SimulatedListener:
             self.ways[session].send(frame)
 
     def read(self) -> None:
-        """Nothing waits here."""
+        """Does nothing: no frame waits here."""
 
     def close(self) -> None:
         self.ways.clear()

@@ -1,6 +1,6 @@
-"""Outcomes of seeds on disk, a line each, so that a campaign that was stopped is continued later.
+"""Outcomes of seeds on disk, one a line, so that a campaign that was stopped can continue later.
 
-Invariant: a file's outcomes are of one code and of the same kinds of faults; a seed is in it once.
+Invariant: the outcomes of a file have one code and the same kinds of faults, and each seed is in it once.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class OutcomesHead(BaseModel):
 
 
 class OutcomeLine(BaseModel):
-    """An outcome as a campaign keeps it: `faults` by kind, `virtual_s` in seconds of the simulation's clock."""
+    """An outcome as a campaign keeps it. `faults`: counts by kind. `virtual_s`: seconds of the simulation's clock."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,7 +63,8 @@ def code_digest() -> str:
 
 
 class OutcomesFile:
-    """`lines`: by seed. Raises BadInput if the file is of other code (see `code_digest`) or other kinds of faults."""
+    """The file of a campaign. `lines`: by seed. Raises BadInput if the file has other code (see `code_digest`) or other
+    kinds of faults."""
 
     def __init__(self, path: Path, code: str, kinds: Iterable[str]):
         self.lines: dict[int, OutcomeLine] = {}
@@ -85,7 +86,7 @@ class OutcomesFile:
             self.lines[one.seed] = one
 
     def add(self, line: OutcomeLine) -> None:
-        """Raises Failed, and keeps all earlier outcomes, if the disk is full."""
+        """Appends an outcome. Raises Failed, and keeps all earlier outcomes, if the disk is full."""
         self._append(line)
         self.lines[line.seed] = line
 

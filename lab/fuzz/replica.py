@@ -1,6 +1,6 @@
 """A simulated engine replica: the real EngineLoop and the real Serve shell, stepped on the virtual clock.
 
-Its event loop and its engine's thread are separate, as in the real one: each can hang alone.
+Its event loop and its engine's thread are separate, as in a real replica: each can hang alone.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from tailrace.lab.fuzz.stepper import SimulatedStepper
 from tailrace.lab.fuzz.virtual_time import Process
 
 IDLE_S = 1.0
-"""Longest wait of an idle engine for a command. A fault that holds its thread shows after it."""
+"""Maximum seconds that an idle engine waits for a command. A fault that holds its thread shows after it."""
 
 ILLEGAL_ACCESS = "an illegal memory access was encountered"
-"""The reason why an engine ends under a deadly sample: the words of CUDA."""
+"""Reason why an engine ends under a deadly sample, in the words of CUDA."""
 
 
 class Inbox(SimpleQueue):
@@ -39,8 +39,8 @@ class Inbox(SimpleQueue):
 
 
 class SteppedLoop(EngineLoop):
-    """An EngineLoop whose turn can hang, as a step in NCCL does, or end it. `disk`: of its host. `deadly`: keys of
-    samples that end it. `ended_by_sample`: whether one has."""
+    """An EngineLoop whose turn can hang, as a step in NCCL does, or end it. `disk`: the disk of its host. `deadly`:
+    keys of samples that end it. `ended_by_sample`: whether one has."""
 
     def __init__(self, stepper: SimulatedStepper, now, deadly: set[int]):
         super().__init__(stepper, now)
@@ -100,7 +100,7 @@ class Shell(Engine.func_or_class):
         return damaged(result, int(number)) if kind == "damaged" else result
 
     async def _fetch(self, source: str) -> None:
-        """The disk has weights in memory, too, under the names of their sources."""
+        """Does nothing: the disk has weights in memory, too, under the names of their sources."""
 
     def _checked_digest(self, source: str) -> str:
         return digest_of(self._runner.disk.read(source))
@@ -156,7 +156,7 @@ class SimulatedReplica(Process):
 
 
 async def until(replica: SimulatedReplica, field: str) -> None:
-    """Returns once a fault is over; faults can be prolonged meanwhile."""
+    """Returns once a fault is over. A fault can be prolonged meanwhile."""
     now = asyncio.get_running_loop().time
     while getattr(replica, field) > now():
         await asyncio.sleep(getattr(replica, field) - now())
@@ -166,7 +166,7 @@ DAMAGES = 10
 
 
 def damaged(result: ChunkResult, kind: int):
-    """An ill-formed answer, by `kind`."""
+    """Returns an ill-formed answer, by `kind`."""
     from dataclasses import replace
 
     import numpy as np

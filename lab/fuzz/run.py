@@ -1,7 +1,7 @@
-"""One run of the shell simulation: a seed in, an outcome out. Also shortens the schedule of a run that fails.
+"""One run of the shell simulation: a seed in, an outcome out.
 
-Checked: every driver ends once the faults are over; every token is right; no loop of the coordinator ends; no task's
-exception stays unread; nothing is left over in the books.
+A run checks that every driver ends once the faults are over, every token is right, no loop of the coordinator ends, no
+task's exception stays unread, and nothing is left over in the books.
 """
 
 import asyncio
@@ -31,28 +31,29 @@ FAULTS_S = 60.0
 """Seconds of a run in which faults begin."""
 
 END_S = 4000.0
-"""Until then every driver must have ended: a load of weights may wait 600 s for a replica, a step in vain for 60 s."""
+"""Second by which every driver must have ended: a load of weights may wait 600 s for a replica, a step in vain for 60
+s."""
 
 SETTLE_S = 80.0
 """Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
 
 LATE_S = 5.0
-"""Seconds after the last late answer of an engine until it is taken, at the longest."""
+"""Maximum seconds after the last late answer of an engine until it is taken."""
 
 LOOK_S = 5
 """Seconds between looks at samples that wait."""
 
 FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-"""Of the files of runs; None for the system's own: a disk takes a quarter of their time."""
+"""Folder of the files of runs; None for the system's own. On a disk they take a quarter of the time of a run."""
 
 SINGLES_SHARE = 0.3
 ADAPTED_SHARE = 0.3
-"""Of drivers that load an adapter before each step."""
+"""Share of drivers that load an adapter before each step."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All of a run: `seed` gives latencies and boot times."""
+    """Plan of a run. `seed`: also decides latencies and boot times."""
 
     seed: int
     size: Size
@@ -68,7 +69,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`problem`: one line, or None. `seconds`: virtual ones until the last driver had ended."""
+    """Outcome of a run. `problem`: one line, or None. `seconds`: virtual seconds until the last driver had ended."""
 
     seed: int
     problem: str | None
@@ -79,7 +80,8 @@ class Outcome:
 
 
 def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
-    """The plan of a seed. `kinds`: of faults and oddities. `singles`: share of drivers that ask for single samples."""
+    """Returns the plan of a seed. `kinds`: kinds of faults and oddities. `singles`: share of drivers that request
+    single samples."""
     odd, worlds = Oddities(seed, kinds), Worlds(seed, kinds)
     asking, adapting = Random(f"singles/{seed}"), Random(f"adapters/{seed}")
     rng = Random(f"plan/{seed}")
@@ -178,7 +180,7 @@ def run(plan: RunPlan) -> Outcome:
 
 
 def end_of(loop: VirtualLoop) -> None:
-    """End all tasks of a loop, and close it."""
+    """Ends all tasks of a loop, and closes it."""
     while tasks := asyncio.all_tasks(loop):  # the end of a task may begin another
         for task in tasks:
             task.cancel()
@@ -261,7 +263,7 @@ def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
 
 
 def _left_over(cluster: SimulatedCluster, calm: bool) -> str | None:
-    """Entries that are still in the books, a while after the last batch and the last fault."""
+    """Returns which entries are still in the books, a while after the last batch and the last fault, or None."""
     books = cluster.coordinator.rollouts.books()
     if any(books.values()):
         return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
@@ -278,7 +280,8 @@ def _left_over(cluster: SimulatedCluster, calm: bool) -> str | None:
 
 
 def _crowded(cluster: SimulatedCluster) -> str | None:
-    """A replica that has had more to run than its KV holds, which no run without faults may show (law 5)."""
+    """Returns which replica has had more to run than its KV holds, or None. No run without faults may show one (law
+    5)."""
     most = {one.name: one.stepper.most_blocks for one in cluster.replicas.values()}
     bound = cluster.size.kv_capacity_blocks
     return next((f"{name} has had chunks of {n} blocks, of {bound}" for name, n in most.items() if n > bound), None)

@@ -1,7 +1,8 @@
-"""The shards of a simulated cluster's group context: real ones, in simulated processes that die and are started again.
+"""The shards of a simulated cluster's group context: real shards, in simulated processes that die and are started
+again.
 
-Invariant: an answer that a shard has acknowledged is in the history of the shard that has its prompt, after whatever
-changes of their number; but for memory's, once a process has died. Checked at the end of a run.
+Invariant: an answer that a shard has acknowledged is in the history of the shard that has its prompt, whatever changes
+of their number happen. History in memory is excepted once a process has died. Checked at the end of a run.
 """
 
 import asyncio
@@ -27,7 +28,8 @@ REWARDED = "SELECT prompt_key, epoch, sample_index, reward, tokens FROM answers 
 
 
 def config_of(rng: Random, folder: Path | None) -> ContextConfig:
-    """One shard for each busy replica, soon; history on disk for one run in four."""
+    """Returns a configuration with one shard for each busy replica, which shrinks within seconds. History is on disk
+    for one run in four."""
     history_dir = str(folder) if rng.random() < 0.25 and folder else None
     return ContextConfig(
         shards=rng.choice((1, 1, 2)), max_shards=4, replicas_per_shard=1, shrink_after_s=5.0, history_dir=history_dir
@@ -89,10 +91,10 @@ class SimulatedShards:
             del self.shards[index], self._processes[index]
 
     def lose(self, index: int) -> None:
-        """Each call gets the present process here."""
+        """Does nothing: each call gets the present process here."""
 
     def kill(self, number: int) -> None:
-        """A process dies, and is started again with an empty memory."""
+        """Kills a process, which is started again with an empty memory."""
         index = sorted(self.shards)[number % len(self.shards)]
         self._lost = True
         self._processes[index].kill()
@@ -109,7 +111,7 @@ class SimulatedShards:
         known.update(answer.sample_index for answer in answers)
 
     async def left_over(self) -> str | None:
-        """A while after the last sample: shards that should have ended, or history that is lost."""
+        """Returns which shards should have ended a while after the last sample, or which history is lost, or None."""
         if sorted(self.shards) != list(range(self.config.shards)):
             return f"shards {sorted(self.shards)} are there, with nothing to do; {self.config.shards} are configured"
         for index, shard in self.shards.items():
@@ -128,7 +130,8 @@ class SimulatedShards:
         return None
 
     def _wrong_rewards(self) -> str | None:
-        """An answer in the history with the reward of another one, or without the one that it must have."""
+        """Returns an answer in the history with the reward of another one, or without the one that it must have, or
+        None."""
         missing = {place: set(samples) for place, samples in self.rewarded.items()}
         for file in (file for shard in self.shards.values() for file in shard.real._archive.files()):
             for key, epoch, index, reward, packed in file._base.execute(REWARDED):

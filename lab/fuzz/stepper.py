@@ -39,7 +39,7 @@ from tailrace.policies.protocol.events import ChunkEnd
 from tailrace.policies.protocol.performance import Performance
 
 MIXED = "mixed"
-"""Content in the place of the weights of a chunk that has read KV of another content."""
+"""Content that stands for the weights of a chunk that has read KV of another content."""
 
 
 class SimulatedWeights:
@@ -89,7 +89,7 @@ class SimulatedWeights:
 
 
 class SimulatedStepper:
-    """One engine. `step_tokens`: tokens that a step makes of each chunk."""
+    """One engine. `step_tokens`: number of tokens that a step makes of each chunk."""
 
     def __init__(
         self,
@@ -161,11 +161,12 @@ class SimulatedStepper:
         )
 
     def offer(self, methods: tuple[str, ...], draft_tokens: int) -> None:
-        """Offer these draft methods, the default first, with look-ahead of `draft_tokens`."""
+        """Offers these draft methods, the default first, with look-ahead of `draft_tokens`."""
         self._constant |= {"methods": methods, "draft_tokens": draft_tokens}
 
     def _content_of(self, chunk: ChunkRequest) -> str:
-        """The content of weights and adapter, unless KV from the pool, of the same version, was written by another."""
+        """Returns the content of weights and adapter, or MIXED if KV from the pool, of the same version, was written by
+        another."""
         own = adapted(self.weights.content, digest_of_adapter(chunk.adapter))
         if self._pool is None or chunk.kv is None or chunk.kv.version != self.weights.version:
             return own
@@ -173,7 +174,8 @@ class SimulatedStepper:
         return own if {self._pool.get(pool_key(name), own) for name in names} <= {own} else MIXED
 
     def _cached_tokens(self, chunk: ChunkRequest) -> int:
-        """Tokens of a context whose whole blocks are here or in the pool; the last token is always computed."""
+        """Returns the number of tokens of a context whose whole blocks are here or in the pool; the last token is
+        always computed."""
         names = block_names(chunk, chunk.token_ids[:-1])
         pulls = self._pool if chunk.kv is not None and chunk.kv.min_pull_tokens is not None else None
         found = takewhile(lambda name: name in self._blocks or pool_key(name) in (pulls or ()), names)
@@ -188,7 +190,7 @@ class SimulatedStepper:
             self._finish(chunk_id, ChunkEnd.ABORTED)
 
     def swallow(self, number: int) -> None:
-        """From now on a running chunk makes no token; the others continue."""
+        """Stops the tokens of a running chunk; the others continue."""
         if self._running:
             self._swallowed.add(sorted(self._running)[number % len(self._running)])
 
@@ -206,7 +208,7 @@ class SimulatedStepper:
         return ended
 
     def _tried(self) -> list[str]:
-        """The chunks of this step, while others wait for the search of a culprit."""
+        """Returns the chunks of this step, while others wait for the search of a culprit."""
         names = self._suspects.running()
         for chunk_id, running in self._running.items():
             waits = not (chunk_id in names or self._swallowed)  # a chunk on trial that hangs holds all others
@@ -215,14 +217,15 @@ class SimulatedStepper:
         return names
 
     def _raises(self, going: dict[str, RunningChunk]) -> bool:
-        """Whether a step with these chunks raises. It then makes no token of any."""
+        """Returns whether a step with these chunks raises. It then makes no token of any."""
         hiccup, self.hiccup = self.hiccup, False
         heavy = sum(1 for running in going.values() if self._culprits.is_heavy(running.chunk.sample_key))
         fatal = any(running.is_fatal(*self._pace) for running in going.values())
         return bool(going) and (hiccup or self.broken or fatal or heavy > 1)
 
     def _search(self, going: dict[str, RunningChunk]) -> None:
-        """A step has raised: the next one tries fewer chunks, or one is to blame, or the engine itself is broken."""
+        """Records that a step has raised: the next one tries fewer chunks, or one chunk is to blame. Raises
+        RuntimeError if the engine itself is broken."""
         self._blocks.clear()
         blamed = self._suspects.raised({name: running.possible(self._step_tokens) for name, running in going.items()})
         if blamed is None:
@@ -260,7 +263,7 @@ class SimulatedStepper:
         self._ended.append((chunk_id, result))
 
     def _save(self, chunk: ChunkRequest, context: np.ndarray, end: ChunkEnd) -> list[bytes]:
-        """Save the KV of a chunk's context in the pool. Returns the names of its blocks."""
+        """Saves the KV of a chunk's context in the pool. Returns the names of its blocks."""
         if self._pool is None or chunk.kv is None or not chunk.kv.save:
             return []
         if end is ChunkEnd.STOP and not chunk.kv.save_stopped:

@@ -1,6 +1,6 @@
 """An event loop on a virtual clock, and processes: groups of tasks that die together.
 
-Invariant: one thread, and time passes only while nothing can run; so a run is a function of its seed.
+Invariant: there is one thread, and time passes only while nothing can run, so a run is a function of its seed.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 
 
 LAST_S = 20_000.0
-"""Virtual seconds after which a run is taken for endless: the longest lasts 5,000."""
+"""Virtual seconds after which a run is taken for endless: the longest run lasts 5,000."""
 
 
 class Deadlock(RuntimeError):
-    """Nothing can run and no timer is set, or the time is past `LAST_S`: the run would never end."""
+    """A run that would never end: nothing can run and no timer is set, or the time is past `LAST_S`."""
 
 
 class Callback:
-    """A call that the loop will make, unless it is cancelled. The place of asyncio's Handle and TimerHandle."""
+    """A call that the loop will make, unless it is cancelled. Replaces asyncio's Handle and TimerHandle."""
 
     __slots__ = ("args", "context", "function", "when_s")
 
@@ -41,10 +41,12 @@ class Callback:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Time advances to the next timer at once. `errors`: asyncio's reports of exceptions that were never read.
+    """An event loop whose time advances to the next timer at once. `errors`: asyncio's reports of exceptions that were
+    never read.
 
     Timers of the same time run in the order in which they were set. With `orders`, calls that are due at one instant
-    run in any order that real processes allow: the calls of each keep theirs, timers of the same time have none.
+    run in any order that real processes allow: the calls of each process keep their order, timers of the same time have
+    none.
     """
 
     def __init__(self, orders: Random | None = None):
@@ -93,7 +95,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def _run_once(self) -> None:
-        """Called by BaseEventLoop again and again until the loop stops; this one call runs until then."""
+        """Runs until the loop stops. BaseEventLoop calls it again and again until then."""
         ready = self._ready
         while not self._stopping:
             if not ready:
@@ -124,7 +126,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready += due
 
     def _any_next(self) -> Callback:
-        """The first call of a process that the stream of orders chooses."""
+        """Returns the first call of a process that the stream of orders chooses."""
         ready, firsts = self._ready, {}
         for place, call in enumerate(ready):
             firsts.setdefault(call.context.get(PROCESS), place)
@@ -139,7 +141,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _places(loop: VirtualLoop) -> set[str]:
-    """Where the tasks of a loop wait: the functions and lines of each, from the task's own to the innermost."""
+    """Returns where the tasks of a loop wait: the functions and lines of each, from the task's own to the innermost."""
     return {" > ".join(_waits(task.get_coro())) for task in asyncio.all_tasks(loop)}
 
 
@@ -150,7 +152,8 @@ def _waits(coroutine) -> Iterator[str]:
 
 
 class Process:
-    """A process of the cluster, by name. `died`: done once it is dead. `reachable`: a message to it arrives at once."""
+    """A process of the cluster, by name. `died`: done once it is dead. `reachable`: whether a message to it arrives at
+    once."""
 
     reachable = True
 
@@ -166,7 +169,7 @@ class Process:
         return asyncio.get_running_loop().create_task(coroutine, context=context)
 
     def run(self, function: Callable, *args):
-        """Runs a plain function in this process: its tasks belong here."""
+        """Runs a plain function in this process: its tasks belong to it."""
         context = copy_context()
         context.run(PROCESS.set, self)
         return context.run(function, *args)
@@ -175,7 +178,7 @@ class Process:
         """Returns when a message can pass and is taken."""
 
     def kill(self) -> None:
-        """As SIGKILL: none of its tasks continues. Callers see `died`."""
+        """Kills the process, as SIGKILL does: none of its tasks continues. Callers see `died`."""
         if not self.alive:
             return
         self.alive = False

@@ -1,4 +1,4 @@
-"""Sampling parameters that are fine each by itself, and that leave no token, or ask for an end that cannot come."""
+"""Sampling parameters that are each valid alone, and together leave no token, or require an end that cannot come."""
 
 from typing import Any
 
@@ -53,4 +53,4 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"bad_words": ["<|im_end|>", "<|endoftext|>"]},
     {"logit_bias": {"260": 100.0}, "bad_words": [" the"], "temperature": 0.0},
 ]
-"""Each is one odd request's sampling, with the prompt and lengths of a usual one."""
+"""Sampling parameters of odd requests, one a request, with the prompt and lengths of a usual one."""

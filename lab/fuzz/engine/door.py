@@ -1,7 +1,7 @@
-"""From a request of the grammar to chunks of an engine: through the door as a driver's come, or made by hand.
+"""Chunks of an engine from requests of the grammar: checked as a driver's requests are, or made by hand.
 
-The door is the product's own: `checked` messages, prompts prepared as the coordinator does, adapters bound, and the
-line's frames. By hand nothing is checked, since an engine must hold by itself.
+The checks are the product's own: `checked` messages, prompts prepared as the coordinator does, adapters bound, and the
+line's frames. A chunk made by hand passes no check, since an engine must hold by itself.
 """
 
 import json
@@ -27,12 +27,13 @@ from tailrace.policies.families.drafting import FixedBudget
 from tailrace.policies.protocol.events import ChunkEnd
 
 MOST_TOKENS = 24
-"""Of a request that came through the door: then its driver leaves. Longer answers take the time of other requests."""
+"""Number of tokens after which the driver of a checked request leaves. Longer answers take the time of other
+requests."""
 
 
 @dataclass(slots=True)
 class OddSample:
-    """A request that an engine runs, in pieces of `piece` tokens. `tokens`, `logprobs`: so far."""
+    """A request that an engine runs, in pieces of `piece` tokens. `tokens`, `results`: so far."""
 
     chunk: ChunkRequest
     piece: int
@@ -41,7 +42,7 @@ class OddSample:
     given_up: bool = False  # its driver has left, with the tokens so far
 
     def next_chunk(self) -> ChunkRequest | None:
-        """Returns the chunk that continues it, or None at its end."""
+        """Returns the chunk that continues the sample, or None at its end."""
         if not self.results:
             return replace(self.chunk, max_tokens=self.piece)
         last, left = self.results[-1], self.chunk.max_tokens - len(self.tokens)
@@ -58,13 +59,14 @@ class OddSample:
 
 
 class RequestDoor:
-    """`model`: a local folder. `group_id`: of the mates of a round; they and odd samples draft from each other."""
+    """Turns requests into chunks. `model`: a local folder. `max_model_len`: tokens of a context."""
 
     def __init__(self, model: str, max_model_len: int):
         self.prompts, self._adapters = Prompts(model, max_model_len), AdapterBook()
 
     def enter(self, request: dict[str, Any], name: str, group_id: str) -> OddSample | str:
-        """Returns the sample, or the refusal of a driver's request. `name`: of its first chunk."""
+        """Returns the sample, or the reason why a driver's request is refused. `name`: id of its first chunk.
+        `group_id`: group of the round's mates; they and odd samples draft from each other."""
         message = expanded(request["message"])
         if request["way"] == HAND:
             chunk = by_hand(message, name, group_id)
@@ -114,7 +116,7 @@ def plan(group_id: str, index: Any, expected: Any = MOST_TOKENS, tokens: Any = 4
 
 
 def by_hand(message: dict[str, Any], name: str, group_id: str) -> ChunkRequest:
-    """Returns a chunk with these fields, unchecked. Others are those of a usual chunk."""
+    """Returns a chunk with these fields, unchecked. Its other fields are those of a usual chunk."""
     given = dict(message)
     if given.get("chunk_id") == "odd":
         given["chunk_id"] = name
@@ -134,7 +136,7 @@ def by_hand(message: dict[str, Any], name: str, group_id: str) -> ChunkRequest:
 
 
 def array(value: Any) -> Any:
-    """Returns tokens as an array, int32 where they fit; a value that is no list as it is."""
+    """Returns tokens as an array, int32 where they fit; a value that is no list stays as it is."""
     if not isinstance(value, list):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Rounds of odd requests for some minutes, and the problems that they show: each once, made small."""
+"""Rounds of odd requests for some minutes, and the problems that they show, each once and made small."""
 
 import json
 import re
@@ -15,22 +15,23 @@ from tailrace.lab.fuzz.engine.problems import GROWTH, LATE, LOST, MATE
 from tailrace.lab.fuzz.engine.shorten import shortened
 
 REQUESTS_PER_ROUND = 12
-"""A part is refused at the door; six or so share the engine's steps with the mates."""
+"""Number of requests of a round. Checks refuse some; about six share the engine's steps with the mates."""
 
 DOORS_PER_ROUND = 60
-"""More requests that go no further than the door, which takes less than a millisecond of each."""
+"""Number of further requests that are only checked, which takes less than a millisecond each."""
 
 MOST_TRIES = 40
-"""To make one problem small; a try that ends an engine takes its start, some 8 s."""
+"""Maximum number of tries to make one problem small. A try that ends an engine costs its start, some 8 s."""
 
 SPARE_S = 60.0
-"""A problem that was found in time may still be made small for so long."""
+"""Seconds beyond the time limit in which a problem that was found in time may still be made small."""
 
 MAX_SHORTENED = 12
-"""Problems that are made small in one run."""
+"""Maximum number of problems that are made small in one run."""
 
 GROWTH_MB = 1_500
-"""Of the engine's process, over its size after WARM_ROUNDS rounds: two caches of forms take 0.5 GB each."""
+"""Maximum growth of the engine's process, in MB, over its size after WARM_ROUNDS rounds: two caches of forms take 0.5
+GB each."""
 
 WARM_ROUNDS = 20
 
@@ -47,14 +48,14 @@ class Finding:
 
     @property
     def command(self) -> str:
-        """The command that repeats it."""
+        """The command that repeats the problem."""
         given = " ".join(f"--request {shlex.quote(json.dumps(one))}" for one in self.requests)
         return f"tailrace fuzz --engine {given}"
 
 
 @dataclass(slots=True)
 class EngineReport:
-    """Sums over all rounds. `slowest_s`: of a refusal, and of an answer, with the reason or request."""
+    """Sums over all rounds. `slowest`: seconds of the slowest refusal and answer, with the reason."""
 
     seed: int
     rounds: int = 0
@@ -83,7 +84,7 @@ class EngineReport:
                 self.slowest[kind] = round(fate["seconds"], 2), fate["reason"][:120]
 
     def remember(self, rss_mb: float, rounds: int) -> str | None:
-        """Takes the memory of an engine after that many rounds. Returns a line if it grows without bound, or None."""
+        """Records the memory of an engine after that many rounds. Returns a line if it grows without limit, or None."""
         if not rss_mb:
             return None
         self.rss_mb = rss_mb
@@ -94,7 +95,7 @@ class EngineReport:
         return f"{self.base_mb:.0f} MB after {WARM_ROUNDS} rounds, {rss_mb:.0f} MB now" if is_much else None
 
     def note(self, kind: str, text: str) -> Finding | None:
-        """Counts a problem. Returns it if it is new, still without requests."""
+        """Counts a problem. Returns its finding if it is new, still without requests."""
         known = self.findings.get(name := signature(kind, text))
         if known is not None:
             known.count += 1
@@ -103,7 +104,7 @@ class EngineReport:
         return self.findings[name]
 
     def values(self) -> dict:
-        """Returns it as plain values."""
+        """Returns the report as plain values."""
         return {
             "seed": self.seed,
             "rounds": self.rounds,
@@ -128,14 +129,15 @@ class EngineReport:
 
 
 def requests_of(seed: int, number: int, count: int = REQUESTS_PER_ROUND, doors: int = DOORS_PER_ROUND) -> list[dict]:
-    """Returns the requests of one round of a seed. `doors`: drawn for the door alone; those by hand drop out."""
+    """Returns the requests of one round of a seed. `doors`: number of requests drawn to be only checked; those made by
+    hand drop out."""
     rng = Random(f"{seed}/{number}")
     run = [drawn(rng) for _ in range(count)]
     return run + [one | {"door_alone": True} for one in (drawn(rng) for _ in range(doors)) if one["way"] != HAND]
 
 
 def signature(kind: str, text: str) -> tuple[str, str]:
-    """Returns the kind of a problem, and its words without numbers and quoted parts: the same for the same problem."""
+    """Returns the kind of a problem, and its words without numbers and quoted parts: equal for the same problem."""
     words = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[-+]?\d[\d.e+-]*|0x\w+", "#", text)
     return kind, re.sub(r"\s+", " ", words)[:80]
 
@@ -143,7 +145,8 @@ def signature(kind: str, text: str) -> tuple[str, str]:
 def engine_campaign(
     engine: HostedEngine, seed: int, seconds: float, heard: Callable[[str], None], progress: Callable[[str], None]
 ) -> EngineReport:
-    """Runs rounds until the time is up, one at least. `heard`: gets each new problem; `progress`: a line a round."""
+    """Runs rounds until the time is up, but at least one. `heard`: gets each new problem. `progress`: gets a line a
+    round."""
     report, began_s = EngineReport(seed), time.monotonic()
     while report.rounds == 0 or time.monotonic() - began_s < seconds:
         requests = requests_of(seed, report.rounds)
@@ -173,7 +176,7 @@ def _small(
     until_s: float,
     report: EngineReport,
 ) -> list[dict]:
-    """Returns the smallest requests that show a problem, as long as there is time; else the suspects."""
+    """Returns the smallest requests that show a problem, as long as there is time; otherwise the suspects."""
     if one.kind == GROWTH or len(report.findings) > MAX_SHORTENED or time.monotonic() > until_s:
         return suspects
     name = signature(one.kind, one.text)

@@ -1,4 +1,4 @@
-"""A clock that a busy machine does not hurry: seconds of the wall, but not more than the process has computed."""
+"""A clock that a busy machine does not hurry: wall seconds, but at most the processor seconds of the process."""
 
 import os
 import time
@@ -8,12 +8,12 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def own_cpu_s() -> float:
-    """Returns the seconds that this process has computed, all its threads together."""
+    """Returns the processor seconds of this process, all its threads together."""
     return time.process_time()
 
 
 def cpu_s_of(pid: int) -> float:
-    """Returns the same of another process; 0 if it has ended."""
+    """Returns the processor seconds of another process; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -22,7 +22,7 @@ def cpu_s_of(pid: int) -> float:
 
 
 class Since:
-    """Time since an event. `pid`: of the process that works meanwhile, or None for this one."""
+    """Time since an event. `pid`: the process that works meanwhile, or None for this one."""
 
     def __init__(self, pid: int | None = None):
         self._pid = pid

@@ -108,7 +108,7 @@ SAMPLING: dict[str, dict[str, list]] = {
     "prompt_logprobs": {USUAL: [1, 3], EDGE: [None, 0, 128], ABSURD: [129, *SIZES[ABSURD]]},
     "sampling_mask": FLAGS,
 }
-"""Of deployments.messages.sampling. A test compares the names with its fields."""
+"""Fields of deployments.messages.sampling, with values by kind. A test compares the names with its fields."""
 
 GROUP: dict[str, dict[str, list]] = {
     "prompt_id": NAMES,
@@ -159,7 +159,7 @@ GROUP: dict[str, dict[str, list]] = {
     },
     "features": FEATURES,
 }
-"""Of PromptGroup, in deployments.messages.rollout."""
+"""Fields of PromptGroup, in deployments.messages.rollout."""
 
 SESSION_FIELDS: dict[str, dict[str, list]] = {
     "index": {USUAL: [0, 3], EDGE: [2**31 - 1], ABSURD: SIZES[ABSURD]},
@@ -170,7 +170,7 @@ SESSION_FIELDS: dict[str, dict[str, list]] = {
     "turn": {USUAL: [0], EDGE: [1, 2**31 - 1], ABSURD: SIZES[ABSURD]},
     "hold_s": {USUAL: [0.0], EDGE: [3600.0, 5e-324], ABSURD: [NAN, INF, 3601.0, *SIZES[ABSURD]]},
 }
-"""Of SampleRequest, in deployments.messages.session."""
+"""Fields of SampleRequest, in deployments.messages.session."""
 
 BATCH_FIELDS: dict[str, dict[str, list]] = {
     "batch_id": NAMES,
@@ -184,7 +184,7 @@ BATCH_FIELDS: dict[str, dict[str, list]] = {
     "traceparent": {USUAL: [None], EDGE: ["00-" + "0" * 32 + "-" + "0" * 16 + "-00"], ABSURD: ["x", *SURROGATES, 1]},
     "keep_trace": FLAGS,
 }
-"""Of BatchSettings, in deployments.messages.rollout."""
+"""Fields of BatchSettings, in deployments.messages.rollout."""
 
 CHUNK: dict[str, dict[str, list]] = {
     "chunk_id": {USUAL: ["odd"], EDGE: NAMES[EDGE], ABSURD: ["", *SURROGATES, "mate-0", None, 7, [], {}]},
@@ -207,4 +207,4 @@ CHUNK: dict[str, dict[str, list]] = {
         ABSURD: [{"index": -1}, {"index": 2**40}, {"expected": -1}, {"tokens": 10**6}, {"tokens": -1}],
     },
 }
-"""Of ChunkRequest, in deployments.messages.chunk. `draft`: arguments of the plan of drafts, see door.py."""
+"""Fields of ChunkRequest, in deployments.messages.chunk. `draft`: arguments of the plan of drafts, see door.py."""

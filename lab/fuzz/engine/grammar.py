@@ -1,8 +1,9 @@
 """The grammar that odd requests are drawn from: every field of a request, with usual, edge and absurd values.
 
-A request is a dict of plain JSON: `way`, one of WAYS, `message`, the fields of that way, and `late`, whether its
-mates have tokens when it comes; with `door_alone` it does not reach the engine. Two ways lead through the door, as a
-driver's requests do; by `hand` a chunk is made without any check. Invariant: a seed gives the same request each time.
+A request is a dict of plain JSON: `way`, one of WAYS; `message`, the fields of that way; and `late`, whether its mates
+have tokens when it arrives. With `door_alone` it is only checked, and does not reach the engine. Two ways are checked
+as a driver's requests are; by `hand` a chunk is made without any check. Invariant: a seed gives the same request each
+time.
 """
 
 from random import Random
@@ -16,7 +17,7 @@ WAYS = SESSION, BATCH, HAND = "session", "batch", "hand"
 WAY_WEIGHTS = 4, 3, 4
 
 ODD_COUNTS = (1, 2, 3), (6, 3, 1)
-"""Odd fields of a request: many at once are refused for the first alone."""
+"""Numbers of odd fields of a request, and their weights: with many at once only the first would be refused."""
 
 CONTRADICTION_SHARE, USUAL_FIELDS = 0.25, 3
 

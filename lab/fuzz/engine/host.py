@@ -1,7 +1,7 @@
-"""The process of the engine that is fuzzed: it starts one, and runs rounds until None comes.
+"""The process of the engine that is fuzzed: it starts the engine, and runs rounds until None comes.
 
-It sends its parent each thing that happens (see `Round.say`), so the parent knows where it hangs or dies. Its output
-goes to a file; on SIGUSR1 the stacks of all its threads do, too, even if one holds Python's lock.
+It sends its parent each event (see `Round.say`), so the parent knows where it hangs or dies. Its output goes to a file.
+On SIGUSR1 the stacks of all its threads go there too, even if one thread holds Python's lock.
 """
 
 import faulthandler
@@ -15,11 +15,11 @@ from typing import Any
 from tailrace.lab.fuzz.engine.values import CONTEXT_TOKENS
 
 MAX_KEYS = 20
-"""Keys of mates that are tried for answers without a close call."""
+"""Maximum number of keys of a mate that are tried for an answer without a close call."""
 
 
 def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool = False) -> None:
-    """Runs rounds until None comes. `connection`: of a pipe. `log`: path of a file."""
+    """Runs rounds until None comes. `connection`: an end of a pipe. `log`: path of a file."""
     to_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(to_file, sys.stdout.fileno())
     os.dup2(to_file, sys.stderr.fileno())
@@ -59,7 +59,8 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
 
 
 def alone(engine) -> tuple[list[int], list]:
-    """Returns each mate's key and its answer by itself, without drafts; none has a close call."""
+    """Returns each mate's key and its answer alone, without drafts. No answer has a close call. Raises RuntimeError if
+    each key gives one."""
     from tailrace.lab.fuzz.engine.mates import MATES, mate
 
     keys, answers = [], []
@@ -80,6 +81,6 @@ def alone(engine) -> tuple[list[int], list]:
 
 
 def rss_mb() -> float:
-    """Returns the memory of this process."""
+    """Returns the resident memory of this process, in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -1,4 +1,4 @@
-"""The parent's side of an engine process: it asks for rounds, and knows a hang and a death from slow work."""
+"""The parent's side of an engine process: it requests rounds, and tells a hang and a death from slow work."""
 
 import os
 import re
@@ -16,20 +16,21 @@ from tailrace.lab.fuzz.engine.host import serve
 from tailrace.lab.fuzz.engine.problems import FATAL, LATE, LOST, TRACE
 
 START_S, SILENT_S, WALL_S, STACK_S = 300.0, 15.0, 120.0, 5.0
-"""Seconds for a start; computed seconds without a word; seconds without a word of a process that does not compute;
-seconds for the stacks of a process that hangs."""
+"""Seconds for a start; processor seconds without a message; seconds without a message of a process that does not
+compute; seconds for the stacks of a process that hangs."""
 
 TRACEBACK, STACK = "Traceback (", "call first)"
-"""Beginnings of Python's own traces, and of those that a signal makes."""
+"""Beginnings of Python's own tracebacks, and of those that a signal prints."""
 
 MAX_LINES = 20
-"""Printed in one round: more is a flood. vLLM's own start prints some, before the first round."""
+"""Maximum number of lines printed in one round: more is a flood. vLLM's own start prints some, before the first
+round."""
 
 
 class HostedEngine:
-    """`setup`: arguments of `serve` after the log. It starts with the first round, and again after an engine was lost.
+    """An engine in a process of its own, which starts with the first round, and again after an engine was lost.
 
-    `serve`: the function that the process runs. `silent_s`: see SILENT_S.
+    `setup`: arguments of `serve` after the log. `serve`: the function that the process runs. `silent_s`: see SILENT_S.
     """
 
     def __init__(self, *setup: Any, serve: Callable = serve, silent_s: float = SILENT_S):
@@ -73,7 +74,7 @@ class HostedEngine:
         return report
 
     def stop(self, kill: bool = False) -> None:
-        """Ends the process; it may be started again by `run`."""
+        """Ends the process; `run` may start it again."""
         if self._process is None:
             return
         if not kill and self._process.is_alive():

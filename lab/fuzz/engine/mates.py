@@ -1,4 +1,4 @@
-"""Healthy requests whose tokens are known from a run alone: odd ones among them must not change one."""
+"""Healthy requests whose tokens alone are known: odd requests beside them must not change one."""
 
 import numpy as np
 
@@ -16,11 +16,13 @@ SAMPLINGS = (
 MATES = len(SAMPLINGS)
 
 LOGPROB_NOISE = 1e-4
-"""Logprobs of the demo model moved by up to 2.2e-5 between batch shapes; see EngineConfig."""
+"""Maximum distance of two logprobs: those of the demo model moved by up to 2.2e-5 between batch shapes; see
+EngineConfig."""
 
 
 def mate(number: int, key: int, group_id: str | None) -> ChunkRequest:
-    """Returns a healthy chunk. `key`: of its prompt and its noise. `group_id`: of its drafts, or None for none."""
+    """Returns a healthy chunk. `key`: decides its prompt and its noise. `group_id`: group of its drafts, or None for no
+    drafts."""
     prompt = np.tile(np.roll(WORDS, key), 2)
     return ChunkRequest(
         chunk_id=f"mate-{number}",
@@ -35,7 +37,7 @@ def mate(number: int, key: int, group_id: str | None) -> ChunkRequest:
 
 
 def difference(expected: ChunkResult, got: ChunkResult | Exception) -> str | None:
-    """Returns in one line how a mate's answer differs from that of its run alone, or None."""
+    """Returns in one line how a mate's answer differs from its answer alone, or None."""
     if isinstance(got, Exception):
         return f"it got {type(got).__name__}: {got}"
     if got.token_ids.tolist() != expected.token_ids.tolist():

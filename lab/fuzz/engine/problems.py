@@ -12,4 +12,4 @@ LOST, LATE, MATE, RULE, WORDS, RAISED, RETRIED, TRACE, GROWTH = (
     "memory grows",
 )
 FATAL = LOST, LATE
-"""The next round needs a new engine."""
+"""Kinds after which the next round needs a new engine."""

@@ -1,4 +1,4 @@
-"""Refusals as people read them: one line that names the field, not too long, of characters that every door can send."""
+"""Checks of a refusal's text: one line that names the field, not too long, of characters that every stream can send."""
 
 from tailrace.lab.fuzz.engine.fields import BATCH_FIELDS, CHUNK, GROUP, SAMPLING, SESSION_FIELDS
 
@@ -9,12 +9,12 @@ OTHER_NAMES = "prompt", "context", "answer", "wants weights", "already running"
 
 
 def printable(text: str) -> str:
-    """Returns the text with half surrogate pairs written out: no stream takes them."""
+    """Returns the text with half surrogate pairs escaped, since no stream takes them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def fault(text: str) -> str | None:
-    """Returns in one line why a refusal is not fit to be read, or None."""
+    """Returns in one line why people cannot read a refusal, or None."""
     if not text.strip() or len(text.splitlines()) != 1:
         return f"it has {len(text.splitlines())} lines: {text[:300]!r}"
     if len(text) > MAX_CHARACTERS:

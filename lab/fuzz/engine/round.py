@@ -1,4 +1,4 @@
-"""One round on an engine: odd requests among healthy mates, and the problems that come of it. Runs in the host."""
+"""One round on an engine: odd requests among healthy mates, and the problems that they cause. Runs in the host."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -18,19 +18,21 @@ from tailrace.lab.fuzz.engine.refused_text import fault, printable
 from tailrace.lab.fuzz.engine.rules import broken
 
 LIMIT_S = 10.0
-"""From a request's coming to its answer or refusal."""
+"""Maximum seconds from a request's arrival to its answer or refusal."""
 
 IDLE_LOOKS = 12
-"""Snapshots of an engine without work, a quarter of a second apart, after which an answer will not come any more."""
+"""Number of snapshots of an engine without work, a quarter of a second apart, after which an answer will not come any
+more."""
 
 WAIT_S, LATE_WAIT_S = 0.25, 0.005
-"""Between two looks at an engine; while some requests wait for the mates' first tokens."""
+"""Seconds between two looks at an engine; the second value holds while some requests wait for the mates' first
+tokens."""
 
 MATE_TOKENS_FIRST = 3
-"""Of a mate, before late requests come: they join a step that decodes."""
+"""Number of tokens of a mate before late requests arrive, so that they join a step that decodes."""
 
 Problem = tuple[str, str, int | None]
-"""Its kind, in words, and the place of the request that shows it, where that is known."""
+"""A problem: its kind, its words, and the place of the request that shows it, or None if that is not known."""
 
 STATES_OF_REPLICA = "wants weights", "already running", "asleep"
 """Words of refusals that another replica may not give."""
@@ -38,7 +40,7 @@ STATES_OF_REPLICA = "wants weights", "already running", "asleep"
 
 @dataclass(slots=True)
 class Fate:
-    """The end of one request. `seconds`: on the fair clock, of its slowest piece, the door included."""
+    """The end of one request. `seconds`: fair seconds of its slowest piece, its checks included."""
 
     state: str = "pending"
     reason: str = ""
@@ -48,7 +50,7 @@ class Fate:
 
 @dataclass(slots=True)
 class Round:
-    """`number`: names its groups of drafts. `say`: sends the parent an event."""
+    """One round. `number`: names its groups of drafts. `say`: sends the parent an event."""
 
     engine: EngineRunner
     door: RequestDoor
@@ -68,7 +70,7 @@ class Round:
     _idle_looks: int = 0
 
     def run(self, requests: list[dict]) -> dict:
-        """Runs all of them. Returns a report of plain values."""
+        """Runs all requests. Returns a report of plain values."""
         self.fates = [Fate() for _ in requests]
         for place, request in enumerate(requests):
             self._enter(place, request)
@@ -130,7 +132,7 @@ class Round:
                 return
 
     def _overdue(self) -> str | None:
-        """Returns in one line which requests are not answered in time, or never will be, or None."""
+        """Returns in one line which requests have no answer in time, or will never have one, or None."""
         self._look()
         overdue = [place for place, since in self._since.items() if since.fair_s > LIMIT_S]
         is_lost = self._idle_looks >= IDLE_LOOKS and self._box.empty()
@@ -144,7 +146,7 @@ class Round:
         return f"requests {names} (mates below 0) have no answer {why}; {self.engine.problem}"
 
     def _look(self) -> None:
-        """Counts snapshots, one after the other, of an engine without work."""
+        """Counts consecutive snapshots of an engine without work."""
         stats = self.engine.stats()
         look = stats.observed_at, stats.steps
         if stats.running or (self._seen is not None and stats.steps != self._seen[1]):
@@ -202,7 +204,7 @@ class Round:
             self._problem(LATE, f"{fate.state} after {since.fair_s:.1f} s: {fate.reason[:200]}", place)
 
     def _check(self) -> None:
-        """Looks at the engine, the mates, the odd answers and that nothing is left."""
+        """Checks the engine, the mates and the odd answers."""
         if not self.engine.healthy:
             self._problem(LOST, str(self.engine.problem))
             return

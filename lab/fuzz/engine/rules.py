@@ -1,4 +1,4 @@
-"""Rules that an answer keeps, read off its request and its tokens alone, without the code that makes it keep them.
+"""Rules that an answer keeps, read from its request and its tokens alone, without the code that enforces them.
 
 `broken` is called for each answered odd request.
 """
@@ -46,9 +46,9 @@ def _broken(sample: OddSample, decode: Decode, encode: Encode, context_tokens: i
 
 
 def _numbers(sample: OddSample) -> Iterator[str]:
-    """Numbers of every piece: as many logprobs as tokens, not above 0 but for rounding.
+    """Yields faults in the numbers of every piece: each token has a logprob, which is not above 0 except by rounding.
 
-    A drawn token's are finite; a replayed one may be a token that its rules exclude.
+    Logprobs of drawn tokens are finite; a replayed token may be one that its rules exclude.
     """
     sampling, is_drawn = sample.chunk.sampling, sample.chunk.forced is None
     for result in sample.results:
@@ -83,7 +83,7 @@ def _extras(result, sampling: SamplingParams) -> Iterator[str]:
 
 
 def _drawn_by_the_rules(sample: OddSample, encode: Encode) -> Iterator[str]:
-    """Allowed tokens alone, no bad word. A token of bias -100 is not banned: it is unlikely."""
+    """Yields tokens that are not allowed, and bad words. A token of bias -100 is not banned: it is unlikely."""
     sampling, tokens = sample.chunk.sampling, sample.tokens
     if sampling.allowed_token_ids is not None and (strange := set(tokens) - set(sampling.allowed_token_ids)):
         yield f"allowed_token_ids: it has {sorted(strange)}"
@@ -94,7 +94,7 @@ def _drawn_by_the_rules(sample: OddSample, encode: Encode) -> Iterator[str]:
 
 
 def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
-    """The first token or text that ends an answer is its last one."""
+    """Yields ends that come too early or too late: the first token or text that ends an answer is its last one."""
     sampling, tokens = sample.chunk.sampling, sample.tokens
     stops = set(sampling.stop_token_ids or ()) | (set() if sampling.ignore_eos else {EOS})
     early = [at for at, token in enumerate(tokens) if token in stops and at >= sampling.min_tokens]
@@ -110,7 +110,7 @@ def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
 
 
 def _form(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
-    """Forms that need no compiler: choices, and JSON that parses."""
+    """Yields breaches of forms that need no compiler: choices, and JSON that parses."""
     form = sample.chunk.sampling.structured_outputs
     if form is None:
         return

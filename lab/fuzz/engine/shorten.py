@@ -1,4 +1,4 @@
-"""The smallest requests that still show a problem: first as few as can be, then as few fields as can be."""
+"""Search for the smallest requests that still show a problem: first the fewest requests, then the fewest fields."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -18,13 +18,13 @@ NEEDED = {
     "chunk_id",
     "token_ids",
 }
-"""Keys without which a request is another one."""
+"""Keys that stay: without them a request is another one."""
 
 
 def shortened(requests: list[dict], shows: Shows, most_tries: int) -> list[dict]:
-    """Returns a part of the requests that still `shows` the problem, by at most that many tries.
+    """Returns a part of the requests that still `shows` the problem, after at most `most_tries` tries.
 
-    Half of them is tried first, since one culprit is the usual case. Returns all of them if none does it alone.
+    Halves are tried first, since one culprit is the usual case. Returns all requests if no part shows the problem.
     """
     tries = iter(range(most_tries))
     requests = _fewer(requests, shows, tries)
@@ -74,7 +74,7 @@ def _paths(value: object, path: tuple = ()) -> list[tuple]:
 
 
 def _drop(request: dict, path: tuple) -> None:
-    """Removes the field at `path`, where it is still there."""
+    """Removes the field at `path`, if it is still there."""
     for name in path[:-1]:
         if isinstance(request, dict) and name not in request:
             return

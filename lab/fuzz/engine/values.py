@@ -1,14 +1,14 @@
-"""Values of fields: usual, edge and absurd ones. All are JSON, so that a request can be printed and given again.
+"""Values of fields: usual, edge and absurd ones. All are JSON, so that a request can be printed and sent again.
 
-A value that would be long is written short: `{"$repeat": [part, count]}` is a text or list that repeats `part`, and
-`{"$nest": [opening, inner, closing, depth]}` is a nested text. `expanded` makes them.
+A long value has a short form: `{"$repeat": [part, count]}` is a text or list that repeats `part`, and
+`{"$nest": [opening, inner, closing, depth]}` is a nested text. `expanded` makes the long value.
 """
 
 import math
 from typing import Any
 
 VOCABULARY, EOS, CONTEXT_TOKENS = 49_152, 2, 256
-"""Of the demo model, and of the engine that the fuzz starts."""
+"""Tokens of the demo model's vocabulary, its end token, and tokens of a context of the engine that the fuzz starts."""
 
 USUAL, EDGE, ABSURD = KINDS = "usual", "edge", "absurd"
 
@@ -189,7 +189,7 @@ FORMS = {
 
 
 def expanded(value: Any) -> Any:
-    """Returns a value with its short forms made long."""
+    """Returns a value with its short forms expanded."""
     if isinstance(value, list):
         return [expanded(one) for one in value]
     if not isinstance(value, dict):

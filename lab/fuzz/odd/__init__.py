@@ -1,1 +1,1 @@
-"""Oddities by seed: of samples and engines, of drivers and policies, of actors; and checks of their effects."""
+"""Oddities by seed, in samples, engines, drivers, policies and actors, and checks of their effects."""

@@ -17,7 +17,7 @@ MAX_SHARDS = 4
 
 
 def meets(problem: str) -> Callable:
-    """An actor's calls meet this problem for a while, see `Actor`."""
+    """Returns a fault that gives an actor's calls this problem for a while, see `Actor`."""
 
     async def do(site: "FaultSite", fault: "Fault") -> None:
         cluster = site.cluster
@@ -33,19 +33,19 @@ def meets(problem: str) -> Callable:
 
 
 async def master_restarts(site: "FaultSite", fault: "Fault") -> None:
-    """The master loses every key."""
+    """Restarts the master, which loses every key."""
     if site.cluster.master:
         site.cluster.master.restart()
 
 
 async def shard_dies(site: "FaultSite", fault: "Fault") -> None:
-    """A shard's process dies, and is started again."""
+    """Kills a shard's process, which is started again."""
     if site.cluster.shards:
         site.cluster.shards.kill(fault.target)
 
 
 async def other_shards(site: "FaultSite", fault: "Fault") -> None:
-    """Another number of shards, at any time; the coordinator asks for its own soon."""
+    """Sets another number of shards, at any time; the coordinator soon sets its own again."""
     if site.cluster.shards:
         with contextlib.suppress(RayError, RayServeException, asyncio.CancelledError, OSError):
             await site.cluster.shards.at(0).resize.remote(1 + fault.number % MAX_SHARDS, ShardSet(0, 0))

@@ -1,7 +1,7 @@
-"""Samples that no engine can run: some are refused, under others a step raises. Chosen by their keys.
+"""Samples that no engine can run: engines refuse some, and under others a step raises. Their keys decide which.
 
 Invariant: the behaviour of a sample depends on its key and on positions alone, so it is the same on every engine.
-`problem` says how a result breaks the laws of such samples: it ends as failed with the reason, after one offer.
+`problem` returns how a result breaks the laws of such samples: it ends as failed with the reason, after one offer.
 """
 
 from collections import Counter
@@ -20,25 +20,26 @@ REFUSED, RAISED = "no engine takes this request", "this request made the step ra
 """Reasons, as drivers get them."""
 
 HEAVY_SHARE = 0.2
-"""Of samples, in runs in which two heavy ones in one step make it raise."""
+"""Share of heavy samples, in runs in which two heavy samples in one step make it raise."""
 
 MAX_WAIT_STEPS = 32
-"""Steps for which a chunk may wait while a culprit is searched, unless company is to blame: searches follow each other
-if there are several culprits. 60 seeds showed up to 7."""
+"""Maximum number of steps that a chunk may wait while a culprit is searched, unless company is to blame: searches
+follow each other if there are several culprits. 60 seeds showed up to 7."""
 
 POSITIONS = (1, 120)
-"""Of the whole sequence: prompts have up to 39 tokens."""
+"""First and last position in the whole sequence at which a culprit is one: prompts have up to 39 tokens."""
 
 
 class Culprit(NamedTuple):
-    """From the position `at` of its sequence on it is refused, or a step with it raises."""
+    """A sample that is refused, or under which a step raises, from the position `at` of its sequence on."""
 
     kind: str
     at: int
 
 
 class Culprits:
-    """`refused`, `raising`: shares of samples. `company`: whether two heavy samples in one step make it raise."""
+    """The culprits of a run. `refused`, `raising`: shares of samples. `company`: whether two heavy samples in one step
+    make it raise."""
 
     def __init__(self, refused: float = 0.0, raising: float = 0.0, company: bool = False):
         self._shares, self.company = {"refused": refused, "raises": raising}, company
@@ -70,15 +71,15 @@ class Culprits:
         return culprit.at if culprit is not None and culprit.kind == "raises" else None
 
     def end(self, chunk: ChunkRequest) -> None:
-        """Take note that an engine ends a chunk with the reason."""
+        """Records that an engine ends a chunk with the reason."""
         self._ends[chunk.sample_key, chunk.token_ids[: chunk.prompt_tokens].tobytes()] += 1
 
     def ask_again(self, key: int, prompt: Sequence[int]) -> None:
-        """Take note that a driver has asked for the sample once more."""
+        """Records that a driver has requested the sample once more."""
         self._asks[key, _bytes(prompt)] += 1
 
     def is_to_blame(self, key: int, error: str | None) -> bool:
-        """Returns whether the error is that of this culprit."""
+        """Returns whether the error is the one of this culprit."""
         culprit = self.of(key)
         return culprit is not None and {"refused": REFUSED, "raises": RAISED}[culprit.kind] in (error or "")
 

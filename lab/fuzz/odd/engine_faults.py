@@ -1,4 +1,4 @@
-"""Faults inside the steps of an engine that no sample is to blame for."""
+"""Faults inside an engine's steps for which no sample is to blame."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -8,13 +8,14 @@ if TYPE_CHECKING:
 
 
 async def breaks(site: "FaultSite", fault: "Fault") -> None:
-    """From now on every step of an engine raises, whatever runs: it must end, and its samples run elsewhere."""
+    """Makes every further step of an engine raise, whatever runs: the engine must end, and its samples run
+    elsewhere."""
     if replica := site.replica(fault):
         replica.stepper.broken = True
 
 
 async def hiccups(site: "FaultSite", fault: "Fault") -> None:
-    """One step of an engine raises, and none after it: no sample is to blame."""
+    """Makes one step of an engine raise, and none after it: no sample is to blame."""
     if replica := site.replica(fault):
         replica.stepper.hiccup = True
 
@@ -25,4 +26,4 @@ HARMLESS = {
     "slow", "refuse", "late", "twice", "damaged", "line_breaks", "shard_dies", "shards", "actor_down", "actor_hangs",
     "actor_odd", "master_restarts", "strange_update", "strange_reserve", "join", "reset", "strange_batch", "hiccup",
 }  # fmt: skip
-"""Kinds that cost no answer of an engine that is a refusal of a sample."""
+"""Kinds of faults that cannot cost an engine's answer in which it refuses a sample."""

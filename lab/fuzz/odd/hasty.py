@@ -1,4 +1,5 @@
-"""A driver that gives calls up and makes them again at once, under the same names; the last call wants all of it.
+"""A driver that gives calls up and makes them again at once, under the same names; the last call wants the whole
+answer.
 
 Invariant: `HastySession` has the calls of a RolloutSession that drivers use here. Called by `drivers`.
 """
@@ -16,11 +17,12 @@ from tailrace.deployments.messages.session import SampleAnswer
 
 PATIENCE_S = (0.0, 0.05, 0.3, 1.0, 5.0)
 MOST = 3
-"""Calls that are given up, of one sample or batch."""
+"""Maximum number of calls that are given up, of one sample or batch."""
 
 
 class HastySession:
-    """`again`: gets each call that may make a sample again, with its arguments."""
+    """A session whose calls are given up. `again`: called before each call that may make a sample again, with its
+    arguments."""
 
     def __init__(self, session: RolloutSession, rng: Random, again: Callable[[dict], None]):
         self._session, self._rng, self._again = session, rng, again
@@ -44,7 +46,7 @@ class HastySession:
             return None
 
     async def _by_stream(self, request: dict, patience_s: float) -> SampleAnswer | None:
-        """A stream that is left half-way."""
+        """Leaves a stream half-way. Returns the answer if it comes before that, or None."""
         try:
             async with asyncio.timeout(patience_s), aclosing(self._session.stream(**request)) as parts:
                 async for part in parts:
@@ -55,7 +57,7 @@ class HastySession:
         return None
 
     async def _by_another(self, request: dict, patience_s: float) -> SampleAnswer:
-        """Two calls at the same time, of which the first one leaves: the other one gets the whole answer."""
+        """Makes two calls at the same time, of which the first one leaves. Returns the whole answer of the other."""
         first = asyncio.ensure_future(self._session.generate(**request))
         if self._rng.random() < 0.5:
             await asyncio.sleep(0)
@@ -70,7 +72,7 @@ class HastySession:
 
 
 async def give_up(client: RolloutClient, batch: RolloutBatch, rng: Random, again: Callable[[], None]) -> None:
-    """Ask for a batch and leave its stream half-way, several times."""
+    """Requests a batch and leaves its stream half-way, several times."""
     for _ in range(rng.randint(0, MOST)):
         again()
         try:

@@ -1,13 +1,13 @@
-"""A bound on waiting: no sample waits for long while a replica that it may run on is ready and idle.
+"""A limit on waiting: no sample waits for long while a replica that it may run on is ready and idle.
 
-Looks into the books of the coordinator's core. Called by `run` every few seconds.
+It reads the books of the coordinator's core. Called by `run` every few seconds.
 """
 
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.policies.core.sample_states import WAITING
 
 IDLE_S = 10.0
-"""Seconds for which a sample may wait so: the core starts a chunk at its next tick, after 0.5 s at most."""
+"""Maximum seconds that a sample may wait so: the core starts a chunk at its next tick, after 0.5 s at most."""
 
 
 class IdleWatch:

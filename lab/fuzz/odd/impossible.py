@@ -1,7 +1,7 @@
 """Requests that no service can run, as batches and as calls of sessions, by a driver that has good ones, too.
 
-Law: each is refused with one line, at once while nothing is wrong with the service, and leaves nothing there. The
-rest is checked as ever: the driver's good batches, under the same names, and those of others. Called by `drivers`.
+Law: each is refused in one line, at once while the service is sound, and leaves nothing there. Other checks hold as
+ever, for the driver's good batches under the same names and for other drivers' batches. Called by `drivers`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tailrace.lab.fuzz.chunks import VOCABULARY
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 
 REFUSED_S = 2.0
-"""Seconds to a refusal by a service that nothing has happened to; a client's call has a latency of 0 here."""
+"""Maximum seconds to a refusal by a service without a fault so far; a client's call has a latency of 0 here."""
 
 HALF = "half \ud800 of a pair"
 
@@ -51,19 +51,19 @@ GOOD = PromptGroup(prompt_id="odd", token_ids=(1, 2), samples=1, max_tokens=4)
 
 
 class ImpossibleAsks:
-    """Of one driver. A breach of the law is a defect of the run. `rng`: of its own."""
+    """The impossible requests of one driver. A breach of the law is a defect of the run. `rng`: used here alone."""
 
     def __init__(self, cluster: SimulatedCluster, client: RolloutClient, rng: Random):
         self._cluster, self._client, self._rng = cluster, client, rng
         self._now = asyncio.get_running_loop().time
 
     async def before(self, batch: RolloutBatch) -> None:
-        """Asks under the name of a batch that will be asked for next."""
+        """Sends requests under the name of the driver's next batch."""
         for _ in range(self._rng.randint(0, 2)):
             await self._ask(batch, batch.batch_id)
 
     async def meanwhile(self, batch: RolloutBatch) -> None:
-        """Asks under another name while a batch is in flight."""
+        """Sends requests under another name while a batch is in flight."""
         while True:
             await asyncio.sleep(self._rng.choice((0.0, 0.5, 3.0)))
             await self._ask(batch, f"{batch.batch_id}-odd")
@@ -93,7 +93,7 @@ class ImpossibleAsks:
             cluster.defects.append(f"{bad} was taken by {way.__name__}")
 
     def _is_open(self, name: str) -> bool:
-        """Whether there is a session of this name."""
+        """Returns whether there is a session of this name."""
         coordinator = self._cluster.coordinator
         return coordinator is not None and name in coordinator.rollouts.sessions.loads()
 

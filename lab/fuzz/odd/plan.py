@@ -1,4 +1,4 @@
-"""The oddities of a run by seed: samples that no engine can run, broken engines, and drivers that ask oddly.
+"""The oddities of a run by seed: samples that no engine can run, broken engines, and drivers with odd requests.
 
 Invariant: each kind is drawn from a stream of its own, so that no other choice of a seed depends on it.
 """
@@ -19,17 +19,18 @@ ODDITIES = {
     "hasty": 0.3,
     "orders": 0.3,
 }
-"""Kinds, each with its share: of seeds; of drivers for `impossible` (requests that no service can run) and `hasty`
-(calls that are given up and made again at once). `orders`: calls due at one instant run in an order by seed."""
+"""Kinds, each with its share of seeds. For `impossible` (requests that no service can run) and `hasty` (calls that are
+given up and made again at once) it is the share of drivers. `orders`: calls due at one instant run in an order by seed.
+"""
 
 SAMPLES_SHARES = 0.02, 0.2
-"""Of samples that are refused, or that raise, in the runs that have such."""
+"""Minimum and maximum share of samples that are refused, or that raise, in runs with such samples."""
 
 
 @dataclass(frozen=True)
 class OddPlan:
-    """`refused`, `raising`: shares of samples. `company`: see `Culprits`. `faults`: of engines. `orders`: whether calls
-    that are due at one instant run in any order."""
+    """Oddities of a run. `refused`, `raising`: shares of samples. `company`: see `Culprits`. `faults`: faults of
+    engines. `orders`: whether calls that are due at one instant run in any order."""
 
     refused: float = 0.0
     raising: float = 0.0

@@ -1,4 +1,4 @@
-"""Policies as users may get them wrong: built-in ones that raise, or return nonsense, while a fault says so.
+"""Policies with the errors of users: built-in ones that raise, or return nonsense, during a fault.
 
 Their dotted paths go through the registry as a user's own do.
 """
@@ -16,7 +16,7 @@ def _raise(value: Any) -> Any:
 
 
 def _first_number(value: Any, number: float | str) -> Any:
-    """The value with its first number replaced, also inside tuples."""
+    """Returns the value with its first number replaced, also inside tuples."""
     if not isinstance(value, tuple):
         return number
     return (_first_number(value[0], number), *value[1:]) if value else value
@@ -37,7 +37,8 @@ NONSENSE: tuple[Callable[[Any], Any], ...] = (
 
 
 class Trouble:
-    """The trouble of the moment: its family, and which nonsense. One simulation at a time runs in a process."""
+    """The present trouble: a family of policies, and the number of its nonsense. One simulation at a time runs in a
+    process."""
 
     family: str | None = None
     number: int = 0
@@ -48,7 +49,7 @@ class Trouble:
 
 
 class _Odd(BaseModel):
-    """`like`: the built-in policy that it is, apart from its trouble."""
+    """A built-in policy, `like`, with trouble."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,7 +125,7 @@ DEFAULTS = {"lengths": {"type": "max_finished"}, "tail": {"type": "hold"}}
 
 
 def oddly(policies: dict[str, dict]) -> dict[str, dict]:
-    """The configuration with every policy that can get into trouble in its odd form."""
+    """Returns the configuration with every policy that can have trouble in its odd form."""
     like = DEFAULTS | policies
     return like | {
         family: {"type": f"{__name__}:{cls.__name__}", "args": {"like": like[family]}} for family, cls in ODD.items()

@@ -1,1 +1,1 @@
-"""Worlds that a share of the seeds have: quotas, early ends, turns, and others; each with laws of its own."""
+"""Worlds that a share of the seeds have, such as quotas, early ends and turns, each with laws of its own."""

@@ -1,7 +1,8 @@
-"""A driver whose samples end early, at every moment from 0 ms on: by a cancel, a deadline, or as their caller leaves.
+"""A driver whose samples end early, at every moment from 0 ms on: by a cancel, by a deadline, or because their caller
+leaves.
 
-Laws: a sample ends as cancelled only after a cancel or its deadline, never before; in a run without faults it ends
-within ENDS_S of it, and so does one that no caller waits for. Its tokens are the first ones of the whole answer.
+Laws: a sample ends as cancelled only after a cancel or its deadline, never before. In a run without faults it ends
+within ENDS_S of it, and so does a sample that no caller waits for. Its tokens are the first tokens of the whole answer.
 Called by `run`.
 """
 
@@ -23,17 +24,17 @@ from tailrace.policies.protocol.actions import SampleEnd
 BEGINS_S, UNTIL_S = 3.0, 50.0
 MOMENTS_S = 0.0, 0.0, 0.001, 0.02, 0.1, 0.4, 1.5, 6.0
 ENDS_S = 6.0
-"""A turn of the loop with a write to a slow disk, a message, and a step of an engine."""
+"""Maximum seconds to an end: a turn of the loop with a write to a slow disk, a message, and a step of an engine."""
 
 SAMPLES = 4
-"""Asked for at once."""
+"""Number of samples that are requested at once."""
 
 AGAIN_S = 0.01
-"""Until a cancel that came before its sample is made again."""
+"""Seconds until a cancel that came before its sample is repeated."""
 
 
 class EarlyEnds:
-    """`calm`: whether no fault is in the run. `rng`: of its own."""
+    """The driver. `calm`: whether the run has no fault. `rng`: used here alone."""
 
     def __init__(self, cluster: SimulatedCluster, ledger: Ledger, rng: Random, calm: bool):
         self._cluster, self._ledger, self._rng = cluster, ledger, rng
@@ -69,7 +70,7 @@ class EarlyEnds:
     # ---- whole batches -------------------------------------------------------------------------------
 
     async def _whole(self, client: RolloutClient, batch: RolloutBatch) -> None:
-        """A batch that is cancelled at some moment."""
+        """Rolls out a batch that is cancelled at some moment."""
         self._cluster.log_disk.begin(batch.batch_id)
         reading = asyncio.ensure_future(_groups(client, batch))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -90,7 +91,7 @@ class EarlyEnds:
     # ---- samples of a session ------------------------------------------------------------------------
 
     async def _singles(self, client: RolloutClient, batch: RolloutBatch) -> None:
-        """Samples of a session, each with an end of its own."""
+        """Rolls out samples of a session, each with an end of its own."""
         opened = client.open(batch.batch_id, seed=batch.seed, step=batch.step)
         session = PatientSession(opened)
         ways = (self._by_cancel, self._by_deadline, self._by_leaving, self._by_one_of_two, self._by_itself)
@@ -150,7 +151,8 @@ class EarlyEnds:
         self._not_cut(sample, batch, index)
 
     async def _by_one_of_two(self, session: PatientSession, batch: RolloutBatch, index: int) -> None:
-        """The caller with a deadline leaves before it: the other one gets the whole sample."""
+        """Makes two calls for one sample. The caller with a deadline leaves before it; the other one gets the whole
+        sample."""
         moment_s = self._moment()
         first = self._ask(session, batch, index, deadline_s=moment_s + 0.5)
         other = self._ask(session, batch, index)
@@ -162,7 +164,7 @@ class EarlyEnds:
             self._not_cut(sample, batch, index)
 
     def _in_core(self, session: str) -> list[tuple[str, SampleRecord]]:
-        """Samples of a session that have not ended, with their records."""
+        """Returns the samples of a session that have not ended, with their records."""
         rollouts = self._cluster.coordinator.rollouts
         batches = [one for one in rollouts._batches.all() if one.message.batch_id == session]
         known = {name: record for batch in batches for name, record in batch.samples.items()}

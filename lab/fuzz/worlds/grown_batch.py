@@ -1,6 +1,6 @@
-"""A batch that grows while it runs: a driver asks for some of its groups, then for more, by streams of one name.
+"""A batch that grows while it runs: a driver requests some of its groups, then more, by streams of one name.
 
-Invariant: `groups` returns all groups, or None if the service is in trouble; the driver then asks for the whole batch.
+Invariant: `groups` returns all groups, or None if the service is in trouble; the driver then requests the whole batch.
 Called by `drivers`.
 """
 
@@ -16,11 +16,11 @@ from tailrace.lab.fuzz.cluster import SimulatedCluster
 
 GROWS_S = 0.0, 0.3, 2.0, 8.0
 AGAIN_S = 2.0
-"""Until a driver asks again for groups that a quota has refused."""
+"""Seconds until a driver repeats a request for groups that a quota has refused."""
 
 
 class GrownBatch:
-    """`rng`: of its own."""
+    """One growing batch. `rng`: used here alone."""
 
     def __init__(self, cluster: SimulatedCluster, batch: RolloutBatch, rng: Random):
         self._batch, self._rng = batch, rng
@@ -32,7 +32,7 @@ class GrownBatch:
         self._asked = 0  # groups of the newest stream
 
     async def groups(self) -> dict[str, GroupResult] | None:
-        """All groups by prompt id, or None."""
+        """Returns all groups by prompt id, or None."""
         self._tasks.append(asyncio.ensure_future(self._renew()))
         try:
             self._ask(self._rng.randint(1, len(self._batch.groups)))
@@ -93,5 +93,5 @@ class GrownBatch:
             return len(self._streams) - 1, None
 
     def _grow(self) -> None:
-        """Asks for more groups, in a new stream; the one before it ends by that."""
+        """Requests more groups, in a new stream; this ends the stream before it."""
         self._ask(min(len(self._batch.groups), self._asked + self._rng.randint(1, 2)))

@@ -1,4 +1,4 @@
-"""The drivers of a run's worlds, beyond those of its plan: they are never killed. Called by `run`."""
+"""The drivers of a run's worlds, beyond the drivers of its plan. They are never killed. Called by `run`."""
 
 from random import Random
 from typing import Protocol
@@ -19,6 +19,6 @@ class Guest(Protocol):
 
 
 def guests(seed: int, worlds: WorldPlan, cluster: SimulatedCluster, ledger: Ledger, calm: bool) -> list[Guest]:
-    """`calm`: whether nothing in the run delays an engine's answers."""
+    """Returns the guests of a run. `calm`: whether nothing in the run delays an engine's answers."""
     kinds = {"early": EarlyEnds, "turns": OddTurns, "rewards": SlowRewards}
     return [kinds[kind](cluster, ledger, rng=Random(f"{seed}:{kind}:asks"), calm=calm) for kind in worlds.guests]

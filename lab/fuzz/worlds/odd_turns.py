@@ -1,7 +1,7 @@
-"""A driver whose samples have turns that come in time, late, twice, or before the turn before has ended.
+"""A driver whose samples have turns that come in time, late, twice, or before the previous turn has ended.
 
-Laws: each turn's tokens are those of its key after its prompt; in a run without faults a sample is held from its answer
-until its time is over, and no longer, whatever its earlier turns asked for. Called by `run`.
+Laws: each turn's tokens are those of its key after its prompt. In a run without faults a sample is held from its answer
+until its time is over, and no longer, whatever hold its earlier turns requested. Called by `run`.
 """
 
 import asyncio
@@ -23,13 +23,14 @@ BEGINS_S, UNTIL_S = 3.0, 50.0
 TURNS, TOKENS, TOOL_TOKENS = 4, 40, 12
 HOLDS_S = 0.0, 1.0, 3.0, 3.0, 20.0
 SLACK_S = 1.5
-"""Until the core has seen an end, or that a hold is over: a write to a slow disk may keep a turn of its loop."""
+"""Maximum seconds until the core has seen an end, or the end of a hold: a write to a slow disk may delay a turn of its
+loop."""
 
 GROUPS = 2
 
 
 class OddTurns:
-    """`calm`: whether no fault is in the run. `rng`: of its own."""
+    """The driver. `calm`: whether the run has no fault. `rng`: used here alone."""
 
     def __init__(self, cluster: SimulatedCluster, ledger: Ledger, rng: Random, calm: bool):
         self._cluster, self._ledger, self._rng, self._calm = cluster, ledger, rng, calm
@@ -62,7 +63,7 @@ class OddTurns:
         self.ended = True
 
     async def _sample(self, session: PatientSession, settings: BatchSettings, group: str, index: int) -> None:
-        """All turns of one sample."""
+        """Runs all turns of one sample."""
         await asyncio.sleep(self._rng.choice((0.0, 0.5, 3.0)))  # it joins a group whose mates run
         context = tuple(Random(f"{settings}{group}").randrange(1, 1000) for _ in range(20))
         for turn in range(TURNS):
@@ -82,7 +83,7 @@ class OddTurns:
             context = (*context, *answer.sample.token_ids, *(self._rng.randrange(1, 1000) for _ in range(tool)))
 
     def _guess(self, settings: BatchSettings, name: dict, context: tuple[int, ...]) -> list[int]:
-        """The whole tokens of a turn that may not have ended, under the present weights."""
+        """Returns the whole tokens of a turn that may not have ended, under the present weights."""
         key = sample_key(settings.seed, settings.step, name["group"], name["index"], name["turn"])
         content = next(iter(self._ledger.contents.get(self._ledger.version, {"start"})))
         mean = self._cluster.size.mean_tokens
@@ -91,7 +92,7 @@ class OddTurns:
     async def _ask(
         self, session: PatientSession, context: tuple[int, ...], settings: BatchSettings, name: dict, hold_s: float
     ) -> SampleAnswer:
-        """One turn, whose tokens are checked."""
+        """Requests one turn, and checks its tokens. Returns the answer."""
         key = sample_key(settings.seed, settings.step, name["group"], name["index"], name["turn"])
         self._cluster.culprits.ask_again(key, context)
         answer = await session.generate(context, **name, max_tokens=TOKENS, hold_s=hold_s)
@@ -104,13 +105,13 @@ class OddTurns:
         return answer
 
     async def _again(self, session: PatientSession, context: tuple[int, ...], *about) -> SampleAnswer:
-        """The same, a little later."""
+        """Requests a turn as `_ask` does, a little later."""
         await asyncio.sleep(self._rng.choice((0.0, 0.1, 1.0)))
         return await self._ask(session, context, *about)
 
     async def _hold(self, settings: BatchSettings, index: int, hold_s: float, alone: bool) -> None:
-        """Waits for a while between two turns, and looks whether the sample is held. `alone`: whether it was asked for
-        once."""
+        """Waits for a while between two turns, and checks whether the sample is held. `alone`: whether the turn was
+        requested once."""
         passes_s = hold_s * self._rng.choice((0.0, 0.5, 0.9)) if self._rng.random() < 0.7 else hold_s + 2 * SLACK_S
         await asyncio.sleep(passes_s)
         if not (self._calm and alone and hold_s):
@@ -122,7 +123,7 @@ class OddTurns:
             self._cluster.defects.append(f"{settings.batch_id}#{index} is not held after {passes_s} of {hold_s} s")
 
     def _held(self, session: str) -> set[int]:
-        """Indexes of a session's samples that the core holds."""
+        """Returns the indexes of a session's samples that the core holds."""
         rollouts = self._cluster.coordinator.rollouts
         found = [one.sample_id for one in rollouts.core_holder.present.samples() if one.state is HELD]
         own = [name for name in found if name.partition("/")[0].rpartition("~")[0] == session]

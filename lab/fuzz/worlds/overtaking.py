@@ -1,4 +1,4 @@
-"""Two updates of the weights close together, of which the later one may arrive first. Called by `drivers`."""
+"""Two updates of the weights close together, where the later one may arrive first. Called by `drivers`."""
 
 import asyncio
 import re
@@ -17,13 +17,14 @@ BEFORE_S = 0.0, 0.0, 0.01, 0.05, 0.5, 3.0
 
 
 class OvertakenUpdate:
-    """An update that another one overtakes. Law: it is done before that one, or refused. `rng`: of its own."""
+    """An update that a later one overtakes. Law: it ends before the later one, or it is refused. `rng`: used here
+    alone."""
 
     def __init__(self, client: RolloutClient, cluster: SimulatedCluster, ledger: Ledger, rng: Random):
         self._client, self._cluster, self._ledger, self._rng = client, cluster, ledger, rng
 
     async def run(self, version: int, later: Callable[[], Awaitable[None]]) -> None:
-        """Gives `version`, and calls `later` at about the same time."""
+        """Gives the weights of `version`, and calls `later` at about the same time."""
         folder, content = f"w{version}-overtaken", f"content-{version}-overtaken"
         self._cluster.disk.folders[folder] = content
         self._ledger.offered.setdefault(version, set()).add(content)
@@ -58,7 +59,7 @@ class OvertakenUpdate:
 
 
 def check_loaded(cluster: SimulatedCluster, loaded: WeightsLoaded) -> None:
-    """Raises Wrong if a replica is named as one that holds the weights, and never had them."""
+    """Raises Wrong if `loaded` names a replica that never had the weights."""
     here = [cluster.replicas[name] for name in loaded.replicas if name in cluster.replicas]
     for replica in here:
         if (loaded.version, loaded.digest) not in replica.stepper.weights.had:
@@ -66,7 +67,7 @@ def check_loaded(cluster: SimulatedCluster, loaded: WeightsLoaded) -> None:
 
 
 def check_refused(refused: WeightsRejected, version: int) -> None:
-    """Raises Wrong if an older update is the reason."""
+    """Raises Wrong if an older update is the reason of the refusal."""
     other = re.search(r"overtaken by (\d+)", str(refused))
     if other is not None and int(other[1]) <= version:
         raise Wrong(f"update to {version} was refused: {refused}")

@@ -1,4 +1,4 @@
-"""A driver's session under quotas: a refused sample is asked for again, until it fits.
+"""A driver's session under quotas: it repeats the request for a refused sample until the sample fits.
 
 Invariant: it has the calls of a RolloutSession that drivers use here. Called by `drivers`.
 """

@@ -19,33 +19,34 @@ WORLDS = {
     "races": 0.15,
     "rewards": 0.15,
 }
-"""Worlds, each with its share of seeds; of drivers for `grown` (batches that grow while they run) and `overtaking` (two
-updates of the weights at about the same time, of a driver that gives such). `scarce`: each replica has KV for a few
-samples, so that others wait. `early`: a driver whose samples end early. `turns`: one whose samples have turns that come
-late, twice or too early. `crossing`: two changes of the number of context shards at one instant. `races`: copies of
-chunks, by other draft methods, on replicas of other speeds. `rewards`: a driver whose rewards take
-seconds."""
+"""Worlds, each with its share of seeds. For `grown` (batches that grow while they run) and `overtaking` (two updates of
+the weights at about the same time, of a driver that gives updates) it is the share of drivers. `scarce`: each replica
+has KV for a few samples, so that others wait. `early`: a driver whose samples end early. `turns`: a driver whose
+samples have turns that come late, twice or too early. `crossing`: two changes of the number of context shards at one
+instant. `races`: copies of chunks, by other draft methods, on replicas of other speeds. `rewards`: a driver whose
+rewards take seconds."""
 
 SCARCE_BLOCKS = 26
-"""Of KV on a replica: for the longest sample and its chunk."""
+"""Number of KV blocks of a replica: enough for the longest sample and its chunk."""
 
 GUESTS = "early", "turns", "rewards"
 MOST_OF_GUESTS = 4, 800
-"""Samples and tokens that a guest asks for at once, at most."""
+"""Maximum number of samples and of tokens that a guest requests at once."""
 
 UNTIL_S = 50.0
 
 CALM_SHARE = 0.5
-"""Of the runs with a guest."""
+"""Share of the runs with a guest whose faults are left out."""
 
 ROOM = 1.0, 1.0, 1.3, 2.0
-"""A quota over the largest batch or request of a run."""
+"""Factors of a quota over the largest batch or request of a run."""
 
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """`quotas`: samples and tokens over the largest of a batch, or None without quotas. `guests`: worlds that have a
-    driver of their own. `is_calm`: whether the seed's faults are left out, so that times can be checked."""
+    """Worlds of a run. `quotas`: factors of samples and tokens over those of the largest batch, or None without quotas.
+    `guests`: worlds that have a driver of their own. `is_calm`: whether the seed's faults are left out, so that times
+    can be checked."""
 
     quotas: tuple[float | None, float | None] | None = None
     guests: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ class WorldPlan:
     faults: tuple[Fault, ...] = ()
 
     def bounds(self, samples: int, tokens: int) -> dict[str, int]:
-        """The quotas in force. `samples`, `tokens`: of the largest batch."""
+        """Returns the quotas in force. `samples`, `tokens`: those of the largest batch."""
         whole = {"max_samples": samples, "max_tokens": tokens}
         return {
             name: int(size * over)
@@ -85,7 +86,7 @@ class Worlds:
         )
 
     def _crossing(self) -> tuple[Fault, ...]:
-        """Pairs of changes at one instant."""
+        """Returns pairs of changes at one instant."""
         rng, faults = self.chosen("crossing"), []
         for _ in range(rng.randint(1, 4) if rng is not None else 0):
             at_s = round(rng.uniform(0.5, UNTIL_S), 2)
@@ -96,7 +97,7 @@ class Worlds:
 
 
 def racing(rng: Random, policies: dict) -> dict:
-    """Changes of a cluster's size by which its chunks race."""
+    """Returns changes of a cluster's size with which its chunks race."""
     policy = {"type": "fastest_of_n", "room": rng.randint(1, 8)}
     methods = tuple(rng.sample(("group", "model", "ngram"), rng.randint(2, 3)))
     return {"policies": policies | {"racing": policy}, "methods": methods, "draft_tokens": rng.choice((0, 4, 12))}

@@ -1,8 +1,8 @@
-"""An account of all that is in flight at one coordinator, by its calls alone, and the laws of its quotas both ways.
+"""An account of everything in flight at one coordinator, by its calls alone, and the laws of its quotas.
 
-Laws: samples of the core never exceed the quotas; nothing is refused that would fit with all that may be in flight.
-A call counts from its arrival until its end; a sample whose caller has left for LEFT_S more. `AccountedDoor` takes
-the coordinator's place for its drivers. Called by `SimulatedCluster`.
+Laws: samples of the core never exceed the quotas, and nothing is refused that would fit beside everything that may be
+in flight. A call counts from its arrival until its end; a sample whose caller has left counts for LEFT_S more.
+`AccountedDoor` replaces the coordinator for its drivers. Called by `SimulatedCluster`.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ LEFT_S = 3.0
 
 @dataclass
 class _Asked:
-    """A batch: its groups so far, and those of each open call. Or a sample: one group, and when its last call ended."""
+    """A requested batch: its groups so far, and those of each open call. Or a requested sample: one group, and the time
+    at which its last call ended."""
 
     groups: dict[str, PromptGroup] = field(default_factory=dict)
     calls: dict[object, dict[str, PromptGroup]] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class _Asked:
 
 
 class QuotaAccount:
-    """`defects`: of the run; a breach is added."""
+    """The account. `defects`: defects of the run, to which a breach is added."""
 
     def __init__(self, quotas: Quotas, rollouts: Rollouts, defects: list[str]):
         self._quotas, self._rollouts, self._defects = quotas, rollouts, defects
@@ -59,7 +60,7 @@ class QuotaAccount:
                 self._asked.pop(name, None)
 
     def refused(self, name: tuple, groups: dict[str, PromptGroup], reason: str) -> None:
-        """The service has refused a call by its quotas."""
+        """Checks that a call which the service has refused by its quotas does not fit."""
         load, others = BatchLoad.of(tuple(groups.values())), self._others(name)
         bounds = {"samples": self._quotas.max_samples, "tokens": self._quotas.max_tokens}
         fits = all(
@@ -69,7 +70,7 @@ class QuotaAccount:
             self._defects.append(f"{name} was refused below its quota, with {others[:2]} in flight at most: {reason}")
 
     def _others(self, name: tuple) -> BatchLoad:
-        """The load of all else that may be in flight."""
+        """Returns the load of everything else that may be in flight."""
         now = self._now()
         for other, asked in list(self._asked.items()):
             if not asked.calls and now > asked.left_s + LEFT_S:
@@ -85,7 +86,8 @@ class QuotaAccount:
         return [sample for sample in core.samples() if sample.state in (WAITING, RUNNING)]
 
     def problem(self) -> str | None:
-        """Returns by how much the core's samples exceed a quota, or None. Those of closed batches are about to end."""
+        """Returns by how much the core's samples exceed a quota, or None. Samples of closed batches are left out: they
+        are about to end."""
         found: dict[tuple[str, str], int] = {}
         for sample in self._in_core():
             batch_id, _, name = sample.sample_id.partition("/")

@@ -1,7 +1,7 @@
 """A driver whose rewards come at different speeds, over several steps at once, and are given back by sample.
 
-Laws: each reward in the history is that of the answer next to it; in a run without faults none is lost. The reward of
-an answer is a function of its tokens (`reward_of`), so one of another sample shows. Called by `run`.
+Laws: each reward in the history belongs to the answer beside it, and in a run without faults none is lost. The reward
+of an answer is a function of its tokens (`reward_of`), so the reward of another sample shows. Called by `run`.
 """
 
 import asyncio
@@ -21,14 +21,15 @@ BEGINS_S, STEPS = 3.0, 4
 SPEEDS_S = 0.0, 0.1, 1.0, 8.0
 GROUPS, SAMPLES, TOKENS = 2, 2, 60
 ORDER_S = 1.0
-"""A reward that is given sooner may come to the history before its answer."""
+"""Seconds after an answer from which its reward must be kept: a reward given sooner may reach the history before the
+answer."""
 
 TAKEN_S = 4.0
-"""Until the history has a reward that was given."""
+"""Seconds until the history has a reward that was given."""
 
 
 class SlowRewards:
-    """`calm`: whether no fault is in the run. `rng`: of its own."""
+    """The driver. `calm`: whether the run has no fault. `rng`: used here alone."""
 
     def __init__(self, cluster: SimulatedCluster, ledger: Ledger, rng: Random, calm: bool):
         self._cluster, self._ledger, self._rng, self._calm = cluster, ledger, rng, calm
@@ -77,7 +78,7 @@ class SlowRewards:
         await asyncio.gather(*rewarding)
 
     async def _reward(self, client: RolloutClient, result: GroupResult) -> None:
-        """Computes the rewards of a group, and gives them back at once or as they come."""
+        """Computes the rewards of a group, and gives them back at once or one by one."""
         values: dict[int, float] = {}
         came_s = self._now()
         at_once = self._rng.random() < 0.5

@@ -1,8 +1,8 @@
-"""The core under watch: each decision is compared with the laws of whose turn it is, both ways.
+"""The core under watch: each decision is compared with the laws of order and of room.
 
-Laws: no sample starts in a place in which a waiting one fits whose batch comes first, by priority, then by running
-tokens for its share; and no sample that could run before a decision waits after it while it fits on a ready replica.
-Called by the real coordinator, as its core.
+Laws: no sample starts in a place where a waiting sample fits whose batch comes first, by priority, then by running
+tokens for its share. No sample that could run before a decision waits after it while it fits on a ready replica. The
+real coordinator calls it as its core.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from tailrace.policies.protocol.events import Tick
 
 
 class WatchedCore(RolloutCore):
-    """`defects`: of the run; a breach is added."""
+    """The core. `defects`: defects of the run, to which a breach is added."""
 
     def __init__(self, defects: list[str], *core):
         super().__init__(*core)
@@ -36,12 +36,12 @@ class WatchedCore(RolloutCore):
         return actions
 
     def _able(self) -> dict[str, Sample]:
-        """The samples that wait for room alone, by id."""
+        """Returns the samples that wait only for room, by id."""
         waiting = (sample for sample in self.samples() if sample.state is WAITING)
         return {one.sample_id: one for one in waiting if self.room_wanted(one).startswith("room")}
 
     def _check_turns(self, able: dict[str, Sample], tokens: dict[Batch, int], started: Iterable[StartChunk]) -> None:
-        """`tokens`: KV of running chunks by batch, before the decision."""
+        """Checks the order of the started samples. `tokens`: KV of running chunks by batch, before the decision."""
         free = {name: sample for name, sample in able.items() if sample.home is None} if self._is_fair else {}
         for start in started:
             sample = self.sample(start.sample_id)
@@ -56,7 +56,7 @@ class WatchedCore(RolloutCore):
                 tokens[sample.group.batch] += sample.need_tokens
 
     def _check_left(self, able: dict[str, Sample]) -> None:
-        """Those that still wait have no room."""
+        """Checks that the samples that still wait have no room."""
         roomiest = self.replicas.roomiest()
         most = self.replicas.room_tokens(roomiest) if roomiest is not None else 0
         for sample in able.values():
@@ -69,7 +69,7 @@ class WatchedCore(RolloutCore):
                     return
 
     def _check_homes(self, able: dict[str, Sample]) -> None:
-        """Samples of one group wait for one replica."""
+        """Checks that samples of one group wait for one replica."""
         for sample in able.values():
             if sample.state is WAITING and sample.group.home not in (None, sample.home):
                 self._defects.append(f"{sample.sample_id} waits for {sample.home}, its group for {sample.group.home}")
@@ -80,7 +80,7 @@ class WatchedCore(RolloutCore):
 
 
 def _steps(sample: Sample) -> int:
-    """Steps of KV, as the queues count them."""
+    """Returns the steps of KV that a sample needs, as the queues count them."""
     return -(-sample.need_tokens // STEP_TOKENS)
 
 

@@ -1,7 +1,7 @@
-"""The coordinator's side of the KV pool under watch: its names are compared with those that engines wrote, at once.
+"""The coordinator's side of the KV pool under watch: its names are compared at once with those that engines wrote.
 
-Laws: a name that is released or moved was written by an engine; a sample's own blocks are no mate's; in a run without
-faults all is released in time, and a sweep finds nothing. In the place of the real one, which it is.
+Laws: an engine wrote each name that is released or moved; a sample's own blocks belong to no mate; in a run without
+faults everything is released in time, and a sweep finds nothing. It replaces the real one, from which it inherits.
 """
 
 from tailrace.deployments.batches.live_batch import LiveBatch
@@ -11,7 +11,8 @@ from tailrace.policies.protocol.actions import ReleaseKv
 
 
 class WatchedPool(KvPoolManager):
-    """`written`: names that engines have written so far. `defects`: of the run; a breach is added."""
+    """The pool. `written`: names that engines have written so far. `defects`: defects of the run, to which a breach is
+    added."""
 
     def __init__(self, master, written: set[bytes], defects: list[str]):
         super().__init__(master)
