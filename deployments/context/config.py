@@ -1,8 +1,11 @@
 """Settings of the group-context service. Read by its actors, by the engines' feeds and by the coordinator."""
 
 from pathlib import PurePosixPath
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tailrace.policies.protocol.file_keys import without_constants
 
 
 def plain_folder(path: str | None) -> str | None:
@@ -15,7 +18,8 @@ def plain_folder(path: str | None) -> str | None:
 class ContextConfig(BaseModel):
     """Where tokens of groups in flight and answers of earlier epochs are kept; limits and deadlines."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = ("history_dir", "history_mib")
 
     shards: int = Field(1, ge=1, le=16, description="minimum of actors that share the prompts among them")
     max_shards: int = Field(16, ge=1, le=16, description="maximum of them")

@@ -1,19 +1,25 @@
 """Configuration of the draft models: `args.drafter` in the service's file."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tailrace.deployments.replica_count import ReplicaCount, fixed
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig, known_arguments
 from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.file_keys import without_constants
 
 
 class DrafterConfig(BaseModel):
     """One draft model, on all replicas of its deployment; memory and speed are per replica."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = ("model", "replicas", "window", "mode", "kv_cache_gib")
 
     model: str = Field(description="a local Hugging Face folder; its token ids must mean the same as the target's")
+    replicas: ReplicaCount = Field(
+        fixed(1), description="running draft models; {min: 0, max: N} where the `tail` policy decides their number"
+    )
     window: int = Field(4, ge=1, le=64, description="tokens drafted ahead; twice as many while those are verified")
     mode: Literal["decoupled", "coupled"] = Field("decoupled", description="coupled: drafter and sample alternate")
     patience_s: float = Field(0.5, ge=0, description="coupled: longest wait for a draft; then a step without")

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tailrace.policies.families.allowed_code import ENTRY_POINTS, check_allowed
-from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks
+from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks, at_blocks
 from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
 from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairShares
@@ -179,3 +179,7 @@ class Policies(BaseModel):
     tail: _member("tail") = Hold()
     racing: _member("racing") = NoRaces()
     fairness: _member("fairness") = FairShares()
+
+    def at_blocks(self, block_tokens: int) -> "Policies":
+        """Returns the same with chunks that end with the engines' KV blocks, see `chunking.at_blocks`."""
+        return self.model_copy(update={"chunking": at_blocks(self.chunking, block_tokens)})
