@@ -194,7 +194,7 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """Returns the file as Serve reads it. Raises ValueError for a constant that code has changed: a file cannot have it."""
+    """Returns the file as Serve reads it. Raises ValueError for a constant that code has changed."""
     return _in_serves_form(file, in_file_form(file))
 
 
@@ -206,7 +206,7 @@ def _declared_in_code(file: ServeFile) -> dict:
 
 
 def _in_serves_form(file: ServeFile, found: dict) -> dict:
-    """Leaves out a deployment's keys without a value, which Serve refuses, and adds the packages of the command line."""
+    """Leaves out keys of deployments without a value, which Serve refuses. Adds the packages of the command line."""
     written = found["applications"][file.applications.index(file.application)]
     deployments = [{key: of for key, of in one.items() if of is not None} for one in written["deployments"]]
     if all(one["name"] != "Coordinator" for one in deployments) and added_code():

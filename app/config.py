@@ -180,11 +180,15 @@ class Application(StrictModel):
         """Returns the configured policies, with chunks that end with the engines' KV blocks."""
         return self.user_config.policies.at_blocks(self.args.engine.block_tokens)
 
-    def with_user_config(self, config: UserConfig, *others: DeploymentSettings) -> dict[str, Any]:
-        """Returns the change of `deployments` to this configuration of the coordinator and `others`; the rest stays."""
+    def with_args(self, **changes: Any) -> "Application":
+        """Returns the application with other arguments."""
+        return self.model_copy(update={"args": self.args.model_copy(update=changes)})
+
+    def with_user_config(self, config: UserConfig) -> "Application":
+        """Returns the application with another configuration of its coordinator."""
         coordinator = self.of("Coordinator").model_copy(update={"user_config": config})
-        kept = {one.name: one for one in (*self.deployments, coordinator, *others)}
-        return {"deployments": tuple(kept.values())}
+        others = tuple(one for one in self.deployments if one.name != "Coordinator")
+        return self.model_copy(update={"deployments": (coordinator, *others)})
 
 
 class ServeFile(StrictModel):
@@ -285,7 +289,7 @@ def with_engine(file: ServeFile, changes: dict) -> ServeFile:
     are deleted.
     """
     application = file.application
-    args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
-    if args.context is not None:
-        args = args.model_copy(update={"context": args.context.model_copy(update={"history_dir": None})})
-    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
+    engine, context = application.args.engine.model_copy(update=changes), application.args.context
+    if context is not None:
+        context = context.model_copy(update={"history_dir": None})
+    return file.model_copy(update={"applications": (application.with_args(engine=engine, context=context),)})

@@ -1,7 +1,7 @@
-"""Serve's options of each deployment, as they follow from `args`. Used by `app.build`, and by `app.cluster` for its size.
+"""Serve's options of each deployment, as they follow from `args`. Used by `app.build`, and by `app.cluster` for sizes.
 
-Invariant: the number of replicas has one place, `args.replicas` or `args.drafter.replicas`; all that Serve wants to know
-about replicas that come and go is made from it here.
+Invariant: the number of replicas has one place, `args.replicas` or `args.drafter.replicas`; all that Serve needs for
+replicas that come and go is made from it here.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from tailrace.deployments.replica_count import Replicas
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 GPU_REPLICA_CPUS = 4
-"""CPU cores that Ray reserves for a replica on GPUs: for its loop, its stepping thread, its drafts, its pool's client."""
+"""CPU cores that Ray reserves for a replica on GPUs: for its loop, its stepping thread, its drafts and the pool."""
 
 STOP_S = {"cpu": 20.0, "gpu": 120.0}
 """Seconds that an engine may take to end before Serve kills it. On a CPU Serve's default; no GPU has been measured."""
@@ -20,8 +20,8 @@ DRAFTER_STOP_S = 5.0
 """Seconds that a draft model may take to end: it has nothing to finish."""
 
 CHECK_S = {"cpu": 30.0, "gpu": 60.0}
-"""Seconds without an answer to a health check after which Serve replaces a replica. On a CPU Serve's default; no GPU has
-been measured. A step that does not end is found by the engine itself (docs/survival.md).
+"""Seconds without an answer to a health check after which Serve replaces a replica. On a CPU Serve's default; no GPU
+has been measured. A step that does not end is found by the engine itself (docs/survival.md).
 """
 
 CHECK_PERIOD_S = 2.0
@@ -62,8 +62,9 @@ def options_of(args: AppArgs) -> dict[str, dict[str, Any]]:
 def all_options(application: Application) -> dict[str, dict[str, Any]]:
     """Returns the options of each deployment by its name, with those of a file over those that follow from `args`."""
     options = options_of(application.args)
-    for settings in application.deployments:
-        options[settings.name] |= settings.model_dump(mode="json", exclude={"name"}, exclude_none=True)
+    for settings in (one for one in application.deployments if one.name in options):
+        given = settings.model_dump(mode="json", exclude={"name"})
+        options[settings.name] |= {key: value for key, value in given.items() if value is not None}
     return options
 
 

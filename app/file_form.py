@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from tailrace.app.gateway.config import CONVERSATION_TOKENS, GATEWAY
 from tailrace.deployments.keyed_error import KeyedError
 from tailrace.policies.families.registry import FAMILIES, Policies, members, name_of
 from tailrace.policies.protocol.file_keys import keys_of
@@ -28,10 +29,11 @@ OLD_OF_FILE = {
 }
 """Keys that the top of a file no longer has, with what to do."""
 
-OLD_OF_APPLICATION = {
-    "autoscaling_policy": "remove it, and write `replicas: {min: 1, max: 2}` under args",
-    "logging_config": "remove it: Serve's defaults hold",
-}
+OLD_OF_APPLICATION = {"logging_config": "remove it: Serve's defaults hold"}
+
+OLD_OF_GATEWAY = {"deployments": "write `replicas: 2` under args for more replicas"}
+
+OLD_OF_GATEWAY_ARGS = {"conversation_tokens": f"remove it: it is fixed at {CONVERSATION_TOKENS}"}
 
 OLD_OF_DEPLOYMENT = dict.fromkeys(
     (
@@ -56,21 +58,41 @@ def refuse_old(data: Any) -> None:
     _refuse(data, OLD_OF_FILE, "")
     applications = data.get("applications")
     for place, application in enumerate(applications if isinstance(applications, list | tuple) else ()):
-        if isinstance(application, dict) and application.get("import_path", OURS) == OURS:
-            _refuse_of_application(application, f"applications.{place}")
+        if not isinstance(application, dict):
+            continue
+        at, path = f"applications.{place}", application.get("import_path", OURS)
+        if path == OURS:
+            _refuse_of_application(application, at)
+        elif path == GATEWAY:
+            _refuse(application, OLD_OF_APPLICATION | OLD_OF_GATEWAY, at)
+            args = application.get("args")
+            _refuse(args if isinstance(args, dict) else {}, OLD_OF_GATEWAY_ARGS, f"{at}.args")
 
 
 def _refuse_of_application(application: dict, at: str) -> None:
-    deployments = application.get("deployments")
-    named = [one for one in deployments if isinstance(one, dict)] if isinstance(deployments, list | tuple) else []
-    for one in named:
+    _refuse_blocks(application, at)
+    _refuse(application, OLD_OF_APPLICATION, at)
+    for one in _deployments_of(application):
         _refuse(one, OLD_OF_DEPLOYMENT | _number_of(one), f"{at}.deployments.{one.get('name')}")
         user_config = one.get("user_config")
         if isinstance(user_config, dict):
             limits = _limits(user_config.get("replicas"), "min", "max")
             mend = f"remove it, and write `replicas: {limits}` under args"
             _refuse(user_config, {"replicas": mend}, f"{at}.deployments.{one.get('name')}.user_config")
-    _refuse(application, OLD_OF_APPLICATION, at)
+
+
+def _refuse_blocks(application: dict, at: str) -> None:
+    """Refuses the four blocks that said in older files that replicas come and go, in one line about all of them."""
+    if "autoscaling_policy" in application:
+        named = {one.get("name"): one for one in _deployments_of(application)}
+        limits = _limits(named.get("Engine", {}).get("autoscaling_config"), "min_replicas", "max_replicas")
+        mend = f"write `replicas: {limits}` under args, and remove it, both autoscaling_config and user_config.replicas"
+        raise KeyedError(f"{at}.autoscaling_policy", f"{GONE}; {mend}")
+
+
+def _deployments_of(application: dict) -> list[dict]:
+    found = application.get("deployments")
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list | tuple) else []
 
 
 def _number_of(deployment: dict) -> dict[str, str]:
@@ -121,6 +143,11 @@ def _refuse_policies(policies: dict, at: str) -> None:
     for family, given in policies.items():
         if family not in FAMILIES or isinstance(given, BaseModel):
             continue
+        if family not in keys_of(Policies):
+            fixed = name_of(Policies.model_fields[family].default)
+            raise KeyedError(
+                f"{at}.{family}", f"{GONE}; remove it: it is {fixed}, and set_policies of a driver changes it"
+            )
         spec = given if isinstance(given, dict) else {"type": given}
         member = members(family).get(str(spec.get("type")))
         if member is not None:
@@ -133,10 +160,16 @@ def _fixed(model: type[BaseModel], key: str) -> str:
     if key in FOLLOWING:
         return f"remove it: {FOLLOWING[key]}"
     default = to_jsonable_python(field.get_default(call_default_factory=False))
-    return f"remove it: it is fixed at {default if default is not None else 'what is measured'}"
+    return f"remove it: it is fixed at {default}"
 
 
 FOLLOWING = {
+    "max_running": "it is 64 on a CPU, and that of the engines on GPUs",
+    "max_batched_tokens": "it is 512 on a CPU, and that of the engines on GPUs",
+    "vllm_args": "the draft model's engine has vLLM's defaults",
+    "pull_from_tokens": "KV is pulled where that is faster than computing it",
+    "drafter": "it is measured",
+    "verifier": "it is measured",
     "block_tokens": "it is 32 on CPUs and 16 on GPUs",
     "index": "the index has its own evidence (docs/drafts.md)",
     "index_mib": "it is 32 for each chunk of max_running, and 512 at least",
@@ -158,14 +191,14 @@ def in_file_form(value: Any) -> Any:
         return [in_file_form(one) for one in value]
     if not isinstance(value, BaseModel):
         return to_jsonable_python(value)
-    if isinstance(value, Policies):
-        return {family: _policy_in_file_form(policy) for family, policy in value}
     model = type(value)
     for name in set(model.model_fields) - set(keys_of(model)):
         if getattr(value, name) != model.model_fields[name].get_default(
             call_default_factory=True, validated_data=value.__dict__
         ):
             raise ValueError(f"{model.__name__}.{name} is set in code; no file can have it")
+    if model is Policies:
+        return {family: _policy_in_file_form(getattr(value, family)) for family in keys_of(model)}
     found = {name: in_file_form(getattr(value, name)) for name in keys_of(model)}
     return found | {key: to_jsonable_python(one) for key, one in (value.model_extra or {}).items()}
 

@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from tailrace.policies.protocol.file_keys import without_constants
 
-
 BUFFER_MIB = {"cpu": 64, "gpu": 512}
 """Size of the transfer buffer of an engine's client, by the engine's device: a GPU's chunks have more KV at once."""
 

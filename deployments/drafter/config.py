@@ -24,8 +24,12 @@ class DrafterConfig(BaseModel):
     mode: Literal["decoupled", "coupled"] = Field("decoupled", description="coupled: drafter and sample alternate")
     patience_s: float = Field(0.5, ge=0, description="coupled: longest wait for a draft; then a step without")
     shared_noise: bool = Field(True, description="draw drafts with the sample's own noise; false: to measure without")
-    max_running: int = Field(64, ge=1, description="maximum samples drafted for in one step")
-    max_batched_tokens: int = Field(512, ge=16, description="maximum tokens of a step, contexts included")
+    max_running: int | None = Field(
+        None, ge=1, description="maximum samples drafted for in one step; null: 64 on a CPU, the engines' own on GPUs"
+    )
+    max_batched_tokens: int | None = Field(
+        None, ge=16, description="maximum tokens of a step, contexts included; null: 512 on a CPU, the engines' on GPUs"
+    )
     kv_cache_gib: float | None = Field(0.5, gt=0, description="KV cache size; null: vLLM decides")
     cores: int | None = Field(1, ge=1, description="CPU cores a replica binds to, counted from the last core down")
     tensor_parallel: int = Field(1, ge=1)
@@ -40,8 +44,14 @@ class DrafterConfig(BaseModel):
 
     def engine(self, target: EngineConfig) -> EngineConfig:
         """Returns the draft model's engine configuration: the target's, with the fields of this one replaced."""
-        ours = ("model", "max_running", "max_batched_tokens", "kv_cache_gib", "cores", "tensor_parallel", "vllm_args")
-        return target.model_copy(update={name: getattr(self, name) for name in ours} | {"draft": NO_DRAFTS})
+        ours = ("model", "kv_cache_gib", "cores", "tensor_parallel", "vllm_args")
+        changes = {name: getattr(self, name) for name in ours} | {"draft": NO_DRAFTS}
+        for name, usual in CPU_SIZES.items():
+            changes[name] = getattr(self, name) or (usual if target.device == "cpu" else getattr(target, name))
+        return target.model_copy(update=changes)
 
+
+CPU_SIZES = {"max_running": 64, "max_batched_tokens": 512}
+"""Sizes of a draft model's steps on a CPU: it drafts for the samples of several engines, in short steps."""
 
 NO_DRAFTS = DraftConfig(method="off")

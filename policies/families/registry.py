@@ -7,7 +7,7 @@ its package must be allowed (`allowed_code`). An unknown name or knob is an erro
 
 from difflib import get_close_matches
 from importlib import import_module, metadata
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -167,6 +167,17 @@ class Policies(BaseModel):
     """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, `LeastKv`) and exact KV."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    file_keys: ClassVar[tuple[str, ...]] = (
+        "ordering",
+        "placement",
+        "chunking",
+        "kv_on_update",
+        "lengths",
+        "drafting",
+        "draft_models",
+        "tail",
+        "racing",
+    )
 
     ordering: _member("ordering") = Seer()
     placement: _member("placement") = LeastKv()

@@ -102,7 +102,7 @@ class Consolidate(Shrinking):
     """The fewest replicas with room for all running chunks, at a step at most `max_slowdown` longer than on all."""
 
     type: Literal["consolidate"] = "consolidate"
-    file_keys: ClassVar[tuple[str, ...]] = ("max_slowdown",)
+    file_keys: ClassVar[tuple[str, ...]] = ()
     max_slowdown: float = Field(0.1, ge=0.0, description="by which share a decode step may get longer")
 
     def needed(self, view: TailView, answer: int) -> int:
