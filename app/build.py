@@ -3,6 +3,7 @@
 Invariant: none is built on a cluster whose calls need no token, unless the configuration allows it.
 """
 
+import os
 from typing import Any
 
 from ray.serve import Application
@@ -11,11 +12,12 @@ from tailrace.app.calls.otlp import otlp_wanted, sampler_named
 from tailrace.app.config import AppArgs, FileArgs, ServeFile
 from tailrace.app.deployment_options import all_options, options_of
 from tailrace.app.model import resolve_model
-from tailrace.deployments.coordinator.coordinator import Coordinator
+from tailrace.deployments.coordinator.coordinator import Coordinator, ServiceSize
 from tailrace.deployments.drafter.replica import Drafter
 from tailrace.deployments.engine.replica import Engine
 from tailrace.deployments.telemetry import TelemetryExport
 from tailrace.deployments.token_mode import require_token_mode
+from tailrace.kvpool.config import PoolConfig
 from tailrace.policies.core.scaling import Limits
 
 
@@ -37,18 +39,29 @@ def build_from_file(file: ServeFile) -> Application:
 def _bind(args: AppArgs, options: dict[str, dict[str, Any]]) -> Application:
     require_token_mode(args.allow_no_token)
     config = args.engine.model_copy(update={"model": str(resolve_model(args.engine.model))})
-    otlp = otlp_wanted()
+    pool, otlp = _keyed(args.pool), otlp_wanted()
     drafts, drafters = args.drafter, None
     if drafts is not None:
         drafts = drafts.model_copy(update={"model": str(resolve_model(drafts.model))})
         drafters = Drafter.options(**options["Drafter"]).bind(drafts, config)
     return Coordinator.options(**options["Coordinator"]).bind(
-        Engine.options(**options["Engine"]).bind(config, 0, otlp, args.pool, args.context, drafts, drafters),
+        Engine.options(**options["Engine"]).bind(config, 0, otlp, pool, args.context, drafts, drafters),
         config,
         TelemetryExport(spans=otlp, metrics=otlp_wanted("METRICS"), every_group=sampler_named()),
-        args.pool,
+        pool,
         args.context,
         token_log_dir=args.token_log_dir,
         allow_no_token=args.allow_no_token,
-        limits=Limits(args.replicas.min, args.replicas.max) if args.replicas.come_and_go else None,
+        replicas=ServiceSize(
+            limits=Limits(args.replicas.min, args.replicas.max) if args.replicas.come_and_go else None,
+            drafters=args.drafters,
+        ),
     )
+
+
+def _keyed(pool: PoolConfig | None) -> PoolConfig | None:
+    """Returns the pool's settings with the token's file that RAY_AUTH_TOKEN_PATH names, unless code has set another."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if pool is None or not path or pool.mac_key_file != PoolConfig().mac_key_file:
+        return pool
+    return pool.model_copy(update={"mac_key_file": path})

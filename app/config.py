@@ -55,6 +55,11 @@ class AppArgs(StrictModel):
 
     _plain = field_validator("token_log_dir")(plain_folder)
 
+    @property
+    def drafters(self) -> int:
+        """Returns the maximum number of running draft models."""
+        return 0 if self.drafter is None else self.drafter.replicas.max
+
     @model_validator(mode="after")
     def _drafts(self):
         method = self.engine.draft.method
@@ -177,8 +182,8 @@ class Application(StrictModel):
 
     @property
     def policies(self) -> Policies:
-        """Returns the configured policies, with chunks that end with the engines' KV blocks."""
-        return self.user_config.policies.at_blocks(self.args.engine.block_tokens)
+        """Returns the configured policies, for the sizes of this service."""
+        return self.user_config.policies.sized(self.args.engine.block_tokens, self.args.drafters)
 
     def with_args(self, **changes: Any) -> "Application":
         """Returns the application with other arguments."""

@@ -31,7 +31,9 @@ REPORTS = {"metrics_interval_s": 0.3, "look_back_period_s": 1.0}
 """Serve's timing of the coordinator's report. With Serve's defaults it would react in half a minute."""
 
 UNREAD = {"metrics_interval_s": 1.0, "look_back_period_s": 5.0}
-"""Serve's timing of reports that nobody reads: those of engines and draft models."""
+"""Serve's timing of reports that nobody reads, those of engines and draft models: they cost processor time
+(docs/measurements/processes.md).
+"""
 
 
 def options_of(args: AppArgs) -> dict[str, dict[str, Any]]:

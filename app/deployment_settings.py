@@ -58,7 +58,7 @@ class DeploymentSettings(StrictModel):
 
 
 class CoordinatorSettings(DeploymentSettings):
-    name: Literal["Coordinator"]
+    name: Literal["Coordinator"] = Field(description="Coordinator, Engine or Drafter")
     user_config: UserConfig = Field(default_factory=UserConfig, description="may change without a restart")
 
 

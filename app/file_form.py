@@ -166,6 +166,7 @@ def _fixed(model: type[BaseModel], key: str) -> str:
 FOLLOWING = {
     "max_running": "it is 64 on a CPU, and that of the engines on GPUs",
     "max_batched_tokens": "it is 512 on a CPU, and that of the engines on GPUs",
+    "kv_cache_gib": "it is 0.5 on a CPU, and that of the engines on GPUs",
     "vllm_args": "the draft model's engine has vLLM's defaults",
     "pull_from_tokens": "KV is pulled where that is faster than computing it",
     "drafter": "it is measured",

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
+from typing import NamedTuple
 
 import ray
 from pydantic import ValidationError
@@ -54,6 +55,14 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.registry import Policies
 
+
+class ServiceSize(NamedTuple):
+    """`limits`: minimum and maximum number of engines; None if it is fixed. `drafters`: maximum of draft models."""
+
+    limits: Limits | None = None
+    drafters: int = 0
+
+
 RECONFIGURED = ("allowed_code", "policies", "quotas")
 """Keys of `user_config`."""
 
@@ -62,12 +71,11 @@ RECONFIGURED = ("allowed_code", "policies", "quotas")
 class Coordinator(WatchCalls):
     """`engines`: handle of the Engine deployment. `config`: the engines' own; its model folder holds the tokenizer.
 
-    `pool`, `context` and `token_log_dir` may be None. `limits`: None if the number of engines is fixed. Raises
-    TokenModeOff.
+    `pool`, `context` and `token_log_dir` may be None. Raises TokenModeOff.
     """
 
-    _block_tokens = 1
-    """Tokens per KV block of the engines, at whose ends the configured chunks end; 1: anywhere."""
+    _block_tokens, _drafters = 1, 0
+    """Sizes for the configured policies: tokens per KV block of the engines (1: chunks end anywhere), draft models."""
 
     def __init__(
         self,
@@ -78,10 +86,10 @@ class Coordinator(WatchCalls):
         context: ContextConfig | None = None,
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
-        limits: Limits | None = None,
+        replicas: ServiceSize = ServiceSize(),  # noqa: B008 - a constant
     ):
         require_token_mode(allow_no_token)
-        self._block_tokens = config.block_tokens
+        self._block_tokens, self._drafters = config.block_tokens, replicas.drafters
         keep_serve_port_on_node()
         here, nonce = serve.get_replica_context(), token_hex(3)
         app_name, name = here.app_name, here.replica_id.unique_id
@@ -93,7 +101,7 @@ class Coordinator(WatchCalls):
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
-            limits=limits,
+            limits=replicas.limits,
         )
         doors = doors_of("coordinator", export.metrics, self._rollouts.figures)
         others = collect_garbage(lambda: self._rollouts.is_idle), doors.export()
@@ -140,7 +148,7 @@ class Coordinator(WatchCalls):
         allow_code(*user_config.get("allowed_code", ()))
         self._rollouts.deliveries.quotas = Quotas(**user_config.get("quotas", {}))
         self._rollouts.core_holder.set_limits(self._limits)
-        policies = Policies(**user_config.get("policies", {})).at_blocks(self._block_tokens)
+        policies = Policies(**user_config.get("policies", {})).sized(self._block_tokens, self._drafters)
         self._rollouts.core_holder.set_policies(policies)
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -63,7 +63,7 @@ class DraftConfig(BaseModel):
     lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
     paths: int = Field(1, ge=1, le=8, description="group: branches of a draft verified at once, by copies of the chunk")
     fork_running: int = Field(2, ge=1, description="group: maximum running chunks at which branches are verified")
-    index: IndexSettings = IndexSettings()
+    index: IndexSettings = Field(IndexSettings(), description="group: parts and weights of the index")
     index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
 
     @field_validator("method", mode="before")

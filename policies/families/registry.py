@@ -22,7 +22,7 @@ from pydantic import (
 
 from tailrace.policies.families.allowed_code import ENTRY_POINTS, check_allowed
 from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks, at_blocks
-from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
+from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy, Planned
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
 from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairShares
 from tailrace.policies.families.goodput import Goodput
@@ -191,6 +191,12 @@ class Policies(BaseModel):
     racing: _member("racing") = NoRaces()
     fairness: _member("fairness") = FairShares()
 
-    def at_blocks(self, block_tokens: int) -> "Policies":
-        """Returns the same with chunks that end with the engines' KV blocks, see `chunking.at_blocks`."""
-        return self.model_copy(update={"chunking": at_blocks(self.chunking, block_tokens)})
+    def sized(self, block_tokens: int, drafters: int) -> "Policies":
+        """Returns the same for engines with KV blocks of this size beside this many draft models (0: none).
+
+        Policies of a user's own, and sizes that are set, stay.
+        """
+        chunking, models = at_blocks(self.chunking, block_tokens), self.draft_models
+        if isinstance(models, Planned) and models.replicas == 1 and drafters:
+            models = models.model_copy(update={"replicas": drafters})
+        return self.model_copy(update={"chunking": chunking, "draft_models": models})
