@@ -35,6 +35,7 @@ from tailrace.policies.families.prefetch import NextUp, Prefetching, PrefetchPol
 from tailrace.policies.families.racing import NoRacing as NoRaces
 from tailrace.policies.families.racing import Racing, RacingPolicy
 from tailrace.policies.families.tail import Hold, Tail, TailPolicy
+from tailrace.policies.protocol.file_keys import without_constants
 
 OrderingPolicy = Annotated[BuiltInOrdering | HistoPipe, Field(discriminator="type")]
 
@@ -166,7 +167,7 @@ def _member(family: str) -> Any:
 class Policies(BaseModel):
     """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, `LeastKv`) and exact KV."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
     file_keys: ClassVar[tuple[str, ...]] = (
         "ordering",
         "placement",
