@@ -1,4 +1,4 @@
-"""What Serve's controller knows of the coordinators' wishes: the newest report counts, and no report means no change."""
+"""Wishes of coordinators in Serve's controller: the newest report counts, and without one nothing changes."""
 
 from dataclasses import dataclass
 
