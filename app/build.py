@@ -12,7 +12,8 @@ from tailrace.app.calls.otlp import otlp_wanted, sampler_named
 from tailrace.app.config import AppArgs, FileArgs, ServeFile
 from tailrace.app.deployment_options import all_options, options_of
 from tailrace.app.model import resolve_model
-from tailrace.deployments.coordinator.coordinator import Coordinator, ServiceSize
+from tailrace.deployments.coordinator.coordinator import Coordinator
+from tailrace.deployments.coordinator.service_size import ServiceSize
 from tailrace.deployments.drafter.replica import Drafter
 from tailrace.deployments.engine.replica import Engine
 from tailrace.deployments.telemetry import TelemetryExport

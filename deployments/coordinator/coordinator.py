@@ -11,7 +11,6 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
 
 import ray
 from pydantic import ValidationError
@@ -30,6 +29,7 @@ from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.coordinator.service_size import ServiceSize
 from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.adapters import Adapter
@@ -54,14 +54,6 @@ from tailrace.kvpool.pool import ensure_pool
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.registry import Policies
-
-
-class ServiceSize(NamedTuple):
-    """`limits`: minimum and maximum number of engines; None if it is fixed. `drafters`: maximum of draft models."""
-
-    limits: Limits | None = None
-    drafters: int = 0
-
 
 RECONFIGURED = ("allowed_code", "policies", "quotas")
 """Keys of `user_config`."""
