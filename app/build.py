@@ -49,14 +49,14 @@ def _bind(args: AppArgs, options: dict[str, dict[str, Any]]) -> Application:
         Engine.options(**options["Engine"]).bind(config, 0, otlp, pool, args.context, drafts, drafters),
         config,
         TelemetryExport(spans=otlp, metrics=otlp_wanted("METRICS"), every_group=sampler_named()),
+        ServiceSize(
+            limits=Limits(args.replicas.min, args.replicas.max) if args.replicas.come_and_go else None,
+            drafters=args.drafters,
+        ),
         pool,
         args.context,
         token_log_dir=args.token_log_dir,
         allow_no_token=args.allow_no_token,
-        replicas=ServiceSize(
-            limits=Limits(args.replicas.min, args.replicas.max) if args.replicas.come_and_go else None,
-            drafters=args.drafters,
-        ),
     )
 
 

@@ -74,14 +74,14 @@ class Coordinator(WatchCalls):
         engines: DeploymentHandle,
         config: EngineConfig,
         export: TelemetryExport,
+        size: ServiceSize,
         pool: PoolConfig | None = None,
         context: ContextConfig | None = None,
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
-        replicas: ServiceSize = ServiceSize(),  # noqa: B008 - a constant
     ):
         require_token_mode(allow_no_token)
-        self._block_tokens, self._drafters = config.block_tokens, replicas.drafters
+        self._block_tokens, self._drafters = config.block_tokens, size.drafters
         keep_serve_port_on_node()
         here, nonce = serve.get_replica_context(), token_hex(3)
         app_name, name = here.app_name, here.replica_id.unique_id
@@ -93,7 +93,7 @@ class Coordinator(WatchCalls):
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
-            limits=replicas.limits,
+            limits=size.limits,
         )
         doors = doors_of("coordinator", export.metrics, self._rollouts.figures)
         others = collect_garbage(lambda: self._rollouts.is_idle), doors.export()
