@@ -83,7 +83,7 @@ def _scaling(least: int, most: int, initial: int, timing: dict[str, float]) -> d
         "initial_replicas": initial,
         "upscale_delay_s": 0,
         "downscale_delay_s": 0,
-        "policy": {"policy_function": "tailrace.deployments.autoscaler:AsCoordinated"},
+        "policy": {"policy_function": "tailrace.deployments.autoscaler:ByCoordinator"},
         **timing,
     }
 

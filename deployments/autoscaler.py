@@ -11,7 +11,7 @@ from ray.serve.config import AutoscalingContext
 from tailrace.deployments import replica_wishes
 
 
-class AsCoordinated:
+class ByCoordinator:
     """A deployment's policy class (`policy_function` of Serve's `AutoscalingPolicy`)."""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict]:
