@@ -14,8 +14,10 @@ from io import StringIO
 from pathlib import Path
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.config import ServeFile
+from tailrace.app.config import Application, ServeFile
+from tailrace.app.deployment_options import all_options
 from tailrace.app.errors import BadInput, Failed, OtherCluster, StillDeploying, Unreachable
+from tailrace.app.file_form import IN_CODE, in_file_form
 from tailrace.app.model import resolve_model
 from tailrace.app.ray_settings import UNWATCHED, unset
 from tailrace.deployments.messages.roles import Role
@@ -127,6 +129,15 @@ def _is_loopback(address: str) -> bool:
     return address.rpartition(":")[0] in ("127.0.0.1", "localhost")
 
 
+def _needed_cpus(application: Application) -> float:
+    """Returns the CPU cores of all replicas; draft models that come and go take what engines leave."""
+    replicas = {"Engine": application.args.replicas.max}
+    if application.args.drafter is not None:
+        replicas["Drafter"] = application.args.drafter.replicas.min
+    options = all_options(application)
+    return sum(count * options[name]["ray_actor_options"].get("num_cpus", 0) for name, count in replicas.items())
+
+
 @contextmanager
 def _local_cluster(file: ServeFile) -> Iterator[None]:
     os.environ.update(LOOPBACK_ONLY | unset(UNWATCHED, os.environ))
@@ -135,15 +146,9 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False  # where Ray was imported before, it has read the variable already
-    engine = file.application.of("Engine")
-    needed_cpus = engine.most_replicas * (engine.ray_actor_options.num_cpus or 0)
-    if file.application.args.drafter is not None:
-        drafter = file.application.of("Drafter")
-        always = drafter.num_replicas or 0  # drafters that come and go take what engines leave
-        needed_cpus += always * (drafter.ray_actor_options.num_cpus or 0)
     ray.init(
         address="local",
-        num_cpus=max(1, int(needed_cpus)),
+        num_cpus=max(1, int(_needed_cpus(file.application))),
         include_dashboard=False,
         log_to_driver=False,
         logging_level="WARNING",
@@ -168,11 +173,11 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
 
 def _deploy(file: ServeFile) -> None:
     """Deploys on the cluster that this process is connected to. Returns when the application runs."""
-    if file.application.autoscaling_policy is not None or len(file.applications) > 1:  # Serve's declarative way alone
+    if len(file.applications) > 1:  # Serve's declarative way alone
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
-        _get_global_client().deploy_apps(ServeDeploySchema(**declared(file)))
+        _get_global_client().deploy_apps(ServeDeploySchema(**_declared_in_code(file)))
         _await_application("local", file.application.name)
         return
     from ray import serve
@@ -189,17 +194,24 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """Returns the file in Serve's form: keys without a value are left out, but null is a value in our `args` and as our
-    route.
-    """
-    found = file.model_dump(mode="json", exclude_none=True)
-    for place, application in enumerate(file.applications):
-        if application is file.application:
-            found["applications"][place]["args"] = application.args.model_dump(mode="json")
-            found["applications"][place]["route_prefix"] = None  # Serve's default is "/"
-            if all(settings.name != "Coordinator" for settings in application.deployments) and added_code():
-                packages = {"allowed_code": list(added_code())}  # of the command line
-                found["applications"][place]["deployments"].append({"name": "Coordinator", "user_config": packages})
+    """Returns the file as Serve reads it. Raises ValueError for a constant that code has changed."""
+    return _in_serves_form(file, in_file_form(file))
+
+
+def _declared_in_code(file: ServeFile) -> dict:
+    """Returns the same with every constant, for the builder that takes them."""
+    found = _in_serves_form(file, file.model_dump(mode="json"))
+    found["applications"][file.applications.index(file.application)]["import_path"] = IN_CODE
+    return found
+
+
+def _in_serves_form(file: ServeFile, found: dict) -> dict:
+    """Leaves out keys of deployments without a value, which Serve refuses. Adds the packages of the command line."""
+    written = found["applications"][file.applications.index(file.application)]
+    deployments = [{key: of for key, of in one.items() if of is not None} for one in written["deployments"]]
+    if all(one["name"] != "Coordinator" for one in deployments) and added_code():
+        deployments.append({"name": "Coordinator", "user_config": {"allowed_code": list(added_code())}})
+    written["deployments"] = deployments
     return found
 
 

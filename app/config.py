@@ -11,22 +11,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from tailrace.app.deployment_settings import (
     SETTINGS,
-    AutoscalingPolicy,
     CoordinatorSettings,
-    DrafterSettings,
-    EngineSettings,
+    DeploymentSettings,
     StrictModel,
+    UserConfig,
 )
 from tailrace.app.errors import BadInput
+from tailrace.app.file_form import OURS, refuse_constants, refuse_old
 from tailrace.app.gateway.config import GATEWAY, GatewayApplication, HttpOptions, check_doors
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.deployments.context.config import ContextConfig, plain_folder
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.keyed_error import KeyedError
+from tailrace.deployments.replica_count import ReplicaCount, fixed
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
 from tailrace.policies.families.ordering import GroupStatic
-from tailrace.policies.families.registry import name_of, unknown_key
+from tailrace.policies.families.registry import Policies, name_of, unknown_key
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
 ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
@@ -35,9 +36,14 @@ ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 class AppArgs(StrictModel):
     """Arguments of the application builder: `applications[0].args`."""
 
-    engine: EngineConfig = EngineConfig(model="demo")
-    pool: PoolConfig | None = Field(PoolConfig(), description="null: every move recomputes")
-    context: ContextConfig | None = Field(ContextConfig(), description="null: an engine drafts from its own samples")
+    replicas: ReplicaCount = Field(
+        fixed(2), description="engine replicas: a number, or {min: 1, max: 2} between which policies.tail decides"
+    )
+    engine: EngineConfig = Field(EngineConfig(model="demo"), description="one engine, the same on every replica")
+    pool: PoolConfig | None = Field(PoolConfig(), description="the KV pool; null: every move recomputes")
+    context: ContextConfig | None = Field(
+        ContextConfig(), description="the group context; null: an engine drafts from its own samples"
+    )
     token_log_dir: str | None = Field(
         None,
         description="absolute folder, the same on every node, for tokens of earlier weights; null: they are lost with "
@@ -49,6 +55,11 @@ class AppArgs(StrictModel):
 
     _plain = field_validator("token_log_dir")(plain_folder)
 
+    @property
+    def drafters(self) -> int:
+        """Returns the maximum number of running draft models."""
+        return 0 if self.drafter is None else self.drafter.replicas.max
+
     @model_validator(mode="after")
     def _drafts(self):
         method = self.engine.draft.method
@@ -56,19 +67,33 @@ class AppArgs(StrictModel):
             raise ValueError(f"drafter: engine.draft.method is {method}; a draft model needs group or model")
         if self.drafter is None and method == "model":
             raise ValueError("engine.draft.method is model, but drafter is null: name a draft model there")
+        if self.drafter is not None and self.drafter.replicas.come_and_go and not self.replicas.come_and_go:
+            raise ValueError("drafter.replicas has two limits: give `replicas` two as well, such as {min: 1, max: 2}")
+        if self.drafter is not None and self.drafter.replicas.min > 0 and self.drafter.replicas.come_and_go:
+            raise ValueError("drafter.replicas: give {min: 0, max: N}: the tail policy may end all of them")
         return self
 
 
-def _settings(name: str, item: Any) -> CoordinatorSettings | EngineSettings | DrafterSettings:
+class FileArgs(AppArgs):
+    """The same from a file that Serve has read: a constant is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_alone(cls, data: Any) -> Any:
+        refuse_constants(AppArgs, data)
+        return data
+
+
+def _settings(name: str, item: Any) -> DeploymentSettings:
     """Returns a deployment's settings. Raises KeyedError, whose key begins with the deployment's name."""
     try:
+        refuse_constants(SETTINGS[name], item)
         return SETTINGS[name].model_validate(item)
+    except KeyedError as error:
+        raise KeyedError(f"{name}.{error.key}", error.message) from error
     except ValidationError as error:
         key, message = key_and_message(error, SETTINGS[name])
         raise KeyedError(f"{name}.{key}" if key else name, message) from error
-
-
-OURS = "tailrace.app.build:build"
 
 
 class OtherApplication(BaseModel):
@@ -80,14 +105,22 @@ class OtherApplication(BaseModel):
 
 
 class Application(StrictModel):
-    name: str = "tailrace"
-    import_path: Literal["tailrace.app.build:build"] = "tailrace.app.build:build"
-    route_prefix: None = None
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
-    autoscaling_policy: AutoscalingPolicy | None = None
-    logging_config: dict[str, Any] | None = None
-    args: AppArgs = AppArgs()
-    deployments: tuple[CoordinatorSettings | EngineSettings | DrafterSettings, ...] = ()
+    name: str = Field("tailrace", description="name of the service, by which drivers find it")
+    import_path: Literal["tailrace.app.build:build"] = Field(OURS, description="what Serve builds: always this")
+    route_prefix: None = Field(None, description="null: the service has no HTTP route; Serve's own default is /")
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict, description="Ray's runtime environment of all replicas, such as env_vars"
+    )
+    args: AppArgs = Field(AppArgs(), description="what the service is made of")
+    deployments: tuple[CoordinatorSettings | DeploymentSettings, ...] = Field(
+        (), description="what may change without a restart, and Ray's resources"
+    )
+
+    @field_validator("args", mode="before")
+    @classmethod
+    def _of_a_file(cls, value: Any) -> Any:
+        refuse_constants(AppArgs, value)
+        return value
 
     @field_validator("deployments", mode="before")
     @classmethod
@@ -104,58 +137,63 @@ class Application(StrictModel):
         return tuple(_settings(name, item) for name, item in zip(names, value, strict=True))
 
     @model_validator(mode="after")
-    def _elastic(self):
-        """Checks autoscaling: all its parts are given and agree, or none is given."""
-        coordinator, engine = self.of("Coordinator"), self.of("Engine")
-        limits, scaling = coordinator.user_config.replicas, engine.autoscaling_config
-        parts = {
-            "autoscaling_policy": self.autoscaling_policy,
-            "Engine.autoscaling_config": scaling,
-            "Coordinator.autoscaling_config": coordinator.autoscaling_config,
-            "Coordinator.user_config.replicas": limits,
-        }
-        missing = [name for name, part in parts.items() if part is None]
-        if missing and len(missing) < len(parts):
-            raise ValueError(f"replicas that come and go need {', '.join(missing)} too; serve.elastic.yaml shows it")
-        tail = coordinator.user_config.policies.tail
-        if missing and getattr(tail, "changes_replicas", True):
-            raise ValueError(f"policies.tail {name_of(tail)} needs replicas that come and go: see serve.elastic.yaml")
-        if missing:
-            return self
-        if isinstance(coordinator.user_config.policies.ordering, GroupStatic):
+    def _tail_fits(self):
+        """Checks that the tail policy and the ordering fit the number of replicas."""
+        policies, replicas = self.policies, self.args.replicas
+        if not replicas.come_and_go and getattr(policies.tail, "changes_replicas", True):
+            mend = "write `replicas: {min: 1, max: 2}` under args"
+            raise ValueError(f"policies.tail {name_of(policies.tail)} needs replicas that come and go: {mend}")
+        if replicas.come_and_go and isinstance(policies.ordering, GroupStatic):
             raise ValueError("policies.ordering group_static binds groups to the replicas of the moment: take another")
-        if engine.num_replicas is not None:
-            raise ValueError("Engine.num_replicas is fixed, Engine.autoscaling_config is not: remove one of them")
-        if (limits.min, limits.max) != (scaling.min_replicas, scaling.max_replicas):
-            raise ValueError("Coordinator.user_config.replicas must be Engine's min_replicas and max_replicas")
-        if (coordinator.autoscaling_config.min_replicas, coordinator.autoscaling_config.max_replicas) != (1, 1):
-            raise ValueError("Coordinator.autoscaling_config: min_replicas and max_replicas must be 1: there is one")
         return self
 
     @model_validator(mode="after")
     def _has_drafter(self):
-        if self.args.drafter is None and any(settings.name == "Drafter" for settings in self.deployments):
+        drafter, policies = self.args.drafter, self.policies
+        if drafter is None and any(settings.name == "Drafter" for settings in self.deployments):
             raise ValueError("deployments: Drafter has settings, but args.drafter is null: name a draft model there")
-        drafter, policies = self.of("Drafter"), self.of("Coordinator").user_config.policies
         planned = getattr(policies.draft_models, "needs_drafter", False)
-        if planned and self.args.drafter is None:
+        if planned and drafter is None:
             named = name_of(policies.draft_models)
             raise ValueError(f"policies.draft_models {named} needs args.drafter: name a draft model there")
         tail = policies.tail
         asks = getattr(tail, "wants_drafters", False) or (planned and getattr(tail, "may_want_drafters", False))
-        if asks and drafter.autoscaling_config is None:
+        if asks and (drafter is None or not drafter.replicas.come_and_go):
             what = f"policies.tail {name_of(tail)}"
-            raise ValueError(f"{what} needs args.drafter, and Drafter.autoscaling_config from 0 replicas up")
-        if drafter.autoscaling_config is not None:
-            if self.autoscaling_policy is None:
-                raise ValueError("Drafter.autoscaling_config needs replicas that come and go: see serve.elastic.yaml")
-            if drafter.num_replicas is not None:
-                raise ValueError("Drafter.num_replicas is fixed, Drafter.autoscaling_config is not: remove one of them")
+            raise ValueError(f"{what} needs args.drafter, with `replicas: {{min: 0, max: 1}}` there")
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_its_gpus(self):
+        given = self.of("Engine").ray_actor_options
+        if given is not None and self.args.engine.device == "gpu" and "num_gpus" not in given:
+            mend = f"add num_gpus: {self.args.engine.tensor_parallel}; they take the place of all that args say"
+            raise ValueError(f"deployments.Engine.ray_actor_options: {mend}")
         return self
 
     def of(self, name: Literal["Coordinator", "Engine", "Drafter"]):
         """Returns the settings of one deployment, with defaults if the file has none."""
         return next((d for d in self.deployments if d.name == name), SETTINGS[name](name=name))
+
+    @property
+    def user_config(self) -> UserConfig:
+        """Returns the settings that may change without a restart."""
+        return self.of("Coordinator").user_config
+
+    @property
+    def policies(self) -> Policies:
+        """Returns the configured policies, for the sizes of this service."""
+        return self.user_config.policies.sized(self.args.engine.block_tokens, self.args.drafters)
+
+    def with_args(self, **changes: Any) -> "Application":
+        """Returns the application with other arguments."""
+        return self.model_copy(update={"args": self.args.model_copy(update=changes)})
+
+    def with_user_config(self, config: UserConfig) -> "Application":
+        """Returns the application with another configuration of its coordinator."""
+        coordinator = self.of("Coordinator").model_copy(update={"user_config": config})
+        others = tuple(one for one in self.deployments if one.name != "Coordinator")
+        return self.model_copy(update={"deployments": (coordinator, *others)})
 
 
 class ServeFile(StrictModel):
@@ -164,16 +202,19 @@ class ServeFile(StrictModel):
     `proxy_location`: other than Disabled only with a gateway; drivers use Python handles.
     """
 
-    proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "Disabled"
-    http_options: HttpOptions = HttpOptions()
-    grpc_options: dict[str, Any] | None = None
-    controller_options: dict[str, Any] | None = None
-    logging_config: dict[str, Any] | None = None
-    tracing_config: dict[str, Any] | None = None
-    target_capacity: float | None = None
-    applications: tuple[Application | GatewayApplication | OtherApplication, ...] = Field(
-        (Application(),), min_length=1
+    proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = Field(
+        "Disabled", description="nodes that listen for HTTP: none without a gateway"
     )
+    http_options: HttpOptions = Field(HttpOptions(), description="Serve's port for the gateway")
+    applications: tuple[Application | GatewayApplication | OtherApplication, ...] = Field(
+        (Application(),), min_length=1, description="the service, its gateway if there is one, and others"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_old_key(cls, data: Any) -> Any:
+        refuse_old(data)
+        return data
 
     @field_validator("applications", mode="before")
     @classmethod
@@ -237,7 +278,7 @@ def key_and_message(error: ValidationError, model: type[BaseModel] | None) -> tu
     if first["type"] == "value_error":
         inner = first["ctx"]["error"]
         if isinstance(inner, KeyedError):
-            return f"{key}.{inner.key}", inner.message
+            return f"{key}.{inner.key}".lstrip("."), inner.message
         return key, str(inner)
     return key, f"{first['msg']} (got {first['input']!r})"[:300]
 
@@ -253,7 +294,7 @@ def with_engine(file: ServeFile, changes: dict) -> ServeFile:
     are deleted.
     """
     application = file.application
-    args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
-    if args.context is not None:
-        args = args.model_copy(update={"context": args.context.model_copy(update={"history_dir": None})})
-    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
+    engine, context = application.args.engine.model_copy(update=changes), application.args.context
+    if context is not None:
+        context = context.model_copy(update={"history_dir": None})
+    return file.model_copy(update={"applications": (application.with_args(engine=engine, context=context),)})

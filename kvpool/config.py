@@ -2,22 +2,37 @@
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tailrace.policies.protocol.file_keys import without_constants
+
+BUFFER_MIB = {"cpu": 64, "gpu": 512}
+"""Size of the transfer buffer of an engine's client, by the engine's device: a GPU's chunks have more KV at once."""
 
 
 class PoolConfig(BaseModel):
     """One pool: memory and disk on every node with an engine, and how long an engine waits for it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "rdma_devices",
+        "dram_gib",
+        "ssd_path",
+        "ssd_gib",
+        "block_check",
+    )
 
-    protocol: Literal["tcp", "rdma"] = "tcp"
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="way of KV between nodes; rdma needs a device for it")
     rdma_devices: str = Field("", description="names with commas between; empty: Mooncake finds them")
     dram_gib: float = Field(1.0, gt=0, description="memory per node")
     ssd_path: str | None = Field(None, description="absolute folder on every node; null: no SSD tier")
     ssd_gib: float = Field(16.0, gt=0, description="maximum use of the SSD of a node")
-    buffer_mib: int = Field(64, ge=1, description="transfer buffer of an engine's client")
+    buffer_mib: int | None = Field(
+        None, ge=1, description="transfer buffer of an engine's client; null: 64 MiB on a CPU, 512 MiB on GPUs"
+    )
     lookup_deadline_s: float = Field(0.5, gt=0, description="a look-up that takes longer finds nothing")
     load_deadline_s: float = Field(2.0, gt=0, description="KV that takes longer to load is computed again")
     save_deadline_s: float = Field(1.0, gt=0, description="KV that takes longer to save is not kept")

@@ -89,7 +89,7 @@ def test_a_file_is_refused_unless_it_allows_its_own_code(stranger, tmp_path, cap
     assert error.count("\n") == 1 and "user_config.policies.ordering: ordering 'stranger.inside:Mine'" in error
     assert not stranger.exists()
     found = load_config(file_with(tmp_path, allowed_code=["stranger"], policies=NAMED))
-    config = found.application.of("Coordinator").user_config
+    config = found.application.user_config
     assert stranger.exists() and config.allowed_code == ("stranger",)
     assert declared(found)["applications"][0]["deployments"][0]["user_config"]["allowed_code"] == ["stranger"]
 
@@ -105,7 +105,7 @@ def test_packages_of_the_command_line_go_with_the_file_to_the_service(stranger, 
     def command() -> None:
         for written in ({"policies": NAMED}, {}):
             file = load_config(file_with(tmp_path, **written))
-            assert file.application.of("Coordinator").user_config.allowed_code == ("also", "stranger")
+            assert file.application.user_config.allowed_code == ("also", "stranger")
         (tmp_path / "empty.yaml").touch()
         file = load_config(tmp_path / "empty.yaml")
         assert file == ServeFile()

@@ -55,7 +55,7 @@ def test_what_a_slow_machine_adds_before_the_tail_is_nobodys():
 
 def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
     file = load_config(ELASTIC_CONFIG)
-    configured = file.application.of("Coordinator").user_config.policies
+    configured = file.application.policies
     runs = named(file, configured.chunking.chunk_tokens)
     assert named(file, 7)["auto"].chunking.chunk_tokens == 7 and runs["static"].chunking.chunk_tokens is None
     ours = [name for name in TAILS if name != "draft"]
@@ -74,10 +74,7 @@ def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
 def test_draft_models_have_the_place_of_what_went_where_there_may_be_some():
     data = yaml.safe_load(ELASTIC_CONFIG.read_text())
     application = data["applications"][0]
-    application["args"]["drafter"] = {"model": "demo"}
-    engine = next(one for one in application["deployments"] if one["name"] == "Engine")
-    scaling = engine["autoscaling_config"] | {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 0}
-    application["deployments"].append({"name": "Drafter", "autoscaling_config": scaling})
+    application["args"]["drafter"] = {"model": "demo", "replicas": {"min": 0, "max": 1}}
     runs = named(ServeFile.model_validate(data), 7)
     assert list(runs) == ["static", "routed", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
 
@@ -188,7 +185,7 @@ def test_a_trace_with_one_checkpoint_is_refused_by_name(tmp_path):
         command.main(["--trace", str(path)], standalone_mode=False)
 
 
-@pytest.mark.parametrize(("name", "said"), [("haul", "known: static, routed, seer"), ("draft", "no Drafter.autosc")])
+@pytest.mark.parametrize(("name", "said"), [("haul", "known: static, routed, seer"), ("draft", "no drafter with two")])
 def test_a_run_that_cannot_be_is_refused_by_name(tmp_path, name, said):
     path = tmp_path / "trace.jsonl"
     told = [{"policy_step": step, "samples": [{"text": "b"}]} for step in (4, 5)]

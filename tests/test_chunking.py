@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.policies.families.chunking import FixedChunks
+from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.views import SampleView
 
 
@@ -26,3 +27,15 @@ def test_chunks_make_all_tokens_and_end_at_blocks_where_they_are_long_enough(pro
 def test_without_chunks_blocks_do_not_matter():
     assert FixedChunks(chunk_tokens=None, block_tokens=32).tokens(sample(5, 7, 100)) == 93
     assert FixedChunks(chunk_tokens=64).tokens(sample(5, 0, 100)) == 64
+
+
+def test_configured_chunks_end_with_the_engines_blocks_unless_they_have_a_size_of_their_own():
+    assert Policies().sized(32, 0).chunking == FixedChunks(block_tokens=32)
+    assert Policies(chunking=FixedChunks(block_tokens=8)).sized(32, 0).chunking.block_tokens == 8
+    assert Policies().sized(1, 0) == Policies()
+
+
+def test_a_planner_counts_the_draft_models_that_the_service_has():
+    planned = Policies(draft_models="planned")
+    assert planned.sized(1, 3).draft_models.replicas == 3 and planned.sized(1, 0) == planned
+    assert Policies().sized(1, 3) == Policies()

@@ -106,7 +106,7 @@ def test_the_baseline_binds_groups_and_ours_are_the_configured_policies():
     static, ours = policies_of(file).values()
     assert (static.ordering.type, static.placement.type, static.drafting.type) == ("group_static", "pinned", "off")
     assert static.chunking.chunk_tokens is None
-    assert ours == file.application.of("Coordinator").user_config.policies
+    assert ours == file.application.policies
 
 
 def group(prompt_id, *samples):

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tailrace.app.config import load_config
+from tailrace.app.deployment_options import all_options
 from tailrace.app.ray_settings import FRUGAL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,11 +174,11 @@ def test_the_service_of_the_manifest_is_that_of_serve_gpu_yaml_and_fits_its_work
     pool = usual.application.args.pool.model_copy(update={"protocol": "tcp"})
     assert file.application.args == usual.application.args.model_copy(update={"pool": pool})
     assert file.application.deployments == usual.application.deployments
-    engine, (worker,) = file.application.of("Engine"), spec["rayClusterConfig"]["workerGroupSpecs"]
+    engine, (worker,) = all_options(file.application)["Engine"], spec["rayClusterConfig"]["workerGroupSpecs"]
     limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
     gpus, cpus = worker["replicas"] * int(limits["nvidia.com/gpu"]), worker["replicas"] * int(limits["cpu"])
-    assert engine.num_replicas * engine.ray_actor_options.num_gpus <= gpus
-    assert engine.num_replicas * engine.ray_actor_options.num_cpus <= cpus
+    assert engine["num_replicas"] * engine["ray_actor_options"]["num_gpus"] <= gpus
+    assert engine["num_replicas"] * engine["ray_actor_options"]["num_cpus"] <= cpus
     assert file.application.args.pool.dram_gib < int(limits["memory"].removesuffix("Gi"))
 
 

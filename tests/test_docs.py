@@ -17,6 +17,7 @@ from tailrace.policies.families.ordering import Ordering
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import EndSample, StartChunk
+from tailrace.policies.protocol.file_keys import keys_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -114,6 +115,18 @@ def test_what_is_not_run_exists(name, reason):
 def test_generated_pages_are_up_to_date(name, scripts):
     made = __import__(name)
     assert made.PAGE.read_text() == made.page(), f"run scripts/{name}.py"
+
+
+def test_the_configuration_has_few_keys_and_each_has_a_meaning(scripts):
+    import configuration_reference
+
+    sections = configuration_reference.keys()
+    rows = {(title, key): row for title, of in sections.items() for key, row in of.items()}
+    assert len(rows) <= 60 and len(configuration_reference.knobs()) <= 5
+    assert not [key for key, (_, _, about) in rows.items() if not about.strip()]
+    modelled = {f"{prefix}{name}" for _, prefix, model in configuration_reference.SECTIONS for name in keys_of(model)}
+    shown = {key for _, key in rows}
+    assert not [key for key in modelled if not any(f"{one}.".startswith(f"{key}.") for one in shown)]
 
 
 def test_the_state_table_is_the_cores_and_the_diagram_is_the_tables(scripts):

@@ -5,6 +5,7 @@ import yaml
 from pydantic import ValidationError
 
 from tailrace.app.config import ELASTIC_CONFIG, ServeFile
+from tailrace.app.deployment_options import options_of
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.policies.protocol.actions import DraftMode
@@ -34,8 +35,8 @@ def test_what_cannot_work_is_refused(args, deployments, said):
 
 
 def test_a_draft_model_with_replicas_of_its_own_is_taken():
-    file = file_of({"drafter": {"model": "m"}}, {"name": "Drafter", "num_replicas": 3})
-    assert file.application.of("Drafter").num_replicas == 3
+    file = file_of({"drafter": {"model": "m", "replicas": 3}})
+    assert options_of(file.application.args)["Drafter"]["num_replicas"] == 3
     assert file.application.args.drafter.draft_mode == DraftMode(4, False)
 
 
@@ -48,34 +49,29 @@ def test_its_engine_is_the_targets_but_for_what_it_says():
     assert engine.draft.method == "off"
 
 
-SCALING = {
-    "min_replicas": 0, "max_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 0, "metrics_interval_s": 0.3,
-    "look_back_period_s": 1,
-}  # fmt: skip
+SOME = {"min": 0, "max": 1}
 
 
-def elastic(tail: str, drafter: dict, draft_models: dict | str = "as_configured", **drafters) -> ServeFile:
+def elastic(tail: str, replicas: int | dict, draft_models: str = "as_configured") -> ServeFile:
     """serve.elastic.yaml with a draft model."""
     data = yaml.safe_load(ELASTIC_CONFIG.read_text())
     (application,) = data["applications"]
-    application["args"]["drafter"] = drafter
-    application["deployments"].append({"name": "Drafter", **drafters})
-    application["deployments"][0]["user_config"]["policies"] |= {"tail": {"type": tail}, "draft_models": draft_models}
+    application["args"]["drafter"] = {"model": "m", "replicas": replicas}
+    application["deployments"][0]["user_config"]["policies"] |= {"tail": tail, "draft_models": draft_models}
     return ServeFile.model_validate(data)
 
 
 def test_draft_models_come_and_go_with_the_replicas_that_are_given_back():
-    file = elastic("draft", {"model": "m"}, autoscaling_config=SCALING)
-    assert file.application.of("Drafter").num_replicas is None
-    assert elastic("consolidate", {"model": "m"}).application.of("Drafter").num_replicas == 1
+    drafter = options_of(elastic("draft", SOME).application.args)["Drafter"]
+    assert "num_replicas" not in drafter and drafter["autoscaling_config"]["initial_replicas"] == 0
+    assert options_of(elastic("consolidate", 1).application.args)["Drafter"]["num_replicas"] == 1
     with pytest.raises(ValidationError, match="tail draft needs"):
-        elastic("draft", {"model": "m"}, num_replicas=1)
-    planned = {"type": "planned"}
-    assert elastic("auto", {"model": "m"}, num_replicas=1)
-    assert elastic("auto", {"model": "m"}, planned, autoscaling_config=SCALING)
+        elastic("draft", 1)
+    assert elastic("auto", 1)
+    assert elastic("auto", SOME, "planned")
     with pytest.raises(ValidationError, match="tail auto needs"):
-        elastic("auto", {"model": "m"}, planned, num_replicas=1)
-    with pytest.raises(ValidationError, match="remove one of them"):
-        elastic("draft", {"model": "m"}, autoscaling_config=SCALING, num_replicas=1)
-    with pytest.raises(ValidationError, match="replicas that come and go"):
-        file_of({"drafter": {"model": "m"}}, {"name": "Drafter", "autoscaling_config": SCALING})
+        elastic("auto", 1, "planned")
+    with pytest.raises(ValidationError, match=r"replicas` two as well"):
+        file_of({"drafter": {"model": "m", "replicas": SOME}})
+    with pytest.raises(ValidationError, match=r"give \{min: 0, max: N\}"):
+        elastic("draft", {"min": 1, "max": 2})

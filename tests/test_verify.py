@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
@@ -156,13 +157,12 @@ def test_together_the_runs_pass_through_every_drafting_policy():
 def test_every_service_is_one_that_the_configuration_may_ask_for(name, kind, tmp_path):
     """Strict validation anew: what was copied together is a file that loads."""
     file = load_config(DEFAULT_CONFIG.with_name(name))
-    args = file.application.args.model_copy(update={"drafter": DrafterConfig(model="small")})
-    file = file.model_copy(update={"applications": (file.application.model_copy(update={"args": args}),)})
+    file = file.model_copy(update={"applications": (file.application.with_args(drafter=DrafterConfig(model="small")),)})
     file = kind.of(with_engine(file, kind.engine_of(file)), tmp_path)
-    application = ServeFile.model_validate(file.model_dump()).application
-    drafters = application.of("Drafter").num_replicas if application.args.drafter else 0
-    assert application.of("Engine").most_replicas + drafters == 2 and bool(drafters) == kind.drafter
-    assert (application.autoscaling_policy is not None) == kind.elastic
+    application = ServeFile.model_validate(declared(file)).application
+    drafters = application.args.drafter.replicas.max if application.args.drafter else 0
+    assert application.args.replicas.max + drafters == 2 and bool(drafters) == kind.drafter
+    assert application.args.replicas.come_and_go == kind.elastic
     assert (file.gateway is not None) == kind.gateway
     assert application.args.engine.vllm_args.get("enable_lora", False) == kind.adapters
 

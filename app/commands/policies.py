@@ -6,6 +6,7 @@ import click
 from pydantic_core import to_jsonable_python
 
 from tailrace.policies.families.registry import FAMILIES, installed, members
+from tailrace.policies.protocol.file_keys import keys_of
 
 
 def catalogue() -> dict:
@@ -21,7 +22,7 @@ def _member(cls) -> dict:
     knobs = {
         name: {"default": to_jsonable_python(field.default), "about": field.description}
         for name, field in cls.model_fields.items()
-        if name != "type"
+        if name != "type" and name in keys_of(cls)
     }
     return {"about": cls.__doc__.strip().splitlines()[0], "knobs": knobs}
 

@@ -18,14 +18,19 @@ RESUME_S = 60.0
 
 
 def build(args: GatewayConfig) -> Application:
-    """Returns the application with its defaults; `serve deploy` applies the file's `deployments` over them."""
+    """Returns the application."""
 
     def service() -> GatewayService:
         return GatewayService(lambda role: RolloutClient(args.app_name, resume_s=RESUME_S, role=role), args)
 
     otlp = otlp_wanted("METRICS")
 
-    @serve.deployment(name="Gateway", max_ongoing_requests=args.max_open + 100, ray_actor_options={"num_cpus": 0})
+    @serve.deployment(
+        name="Gateway",
+        num_replicas=args.replicas,
+        max_ongoing_requests=args.max_open + 100,
+        ray_actor_options={"num_cpus": 0},
+    )
     @serve.ingress(lambda: make_app(service(), args, exporting(otlp)))
     class Gateway:
         """One replica of the gateway."""

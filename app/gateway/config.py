@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 GATEWAY = "tailrace.app.gateway.build:build"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
+CONVERSATION_TOKENS = 4_000_000
+"""Tokens of earlier chats that a replica keeps, so that their next turns begin with the same token ids: 16 MB."""
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -23,14 +26,12 @@ class GatewayConfig(Strict):
     (it rolls out, and changes nothing), and the port has to be on loopback.
     """
 
+    replicas: int = Field(1, ge=1, description="replicas of the gateway, which share nothing but the service")
     app_name: str = Field("tailrace", description="the service's application")
     tokens_file: str | None = Field(None, description="absolute path of `ROLE TOKEN` lines; null: no token is needed")
     max_open: int = Field(2_000, ge=1, description="requests at once on one replica; more get 429")
     tool_parser: str | None = Field(
         None, description="vLLM's parser of tool calls, by its name, such as hermes; null: no tools"
-    )
-    conversation_tokens: int = Field(
-        4_000_000, ge=0, description="of earlier chats, kept so that their next turns begin with the same token ids"
     )
     return_sampling_mask: bool = Field(
         False, description="as vLLM's flag: answers of /inference/v1/generate have sampling_mask, so top_k is needed"
@@ -46,15 +47,15 @@ class GatewayConfig(Strict):
 
 
 class GatewayApplication(Strict):
-    """HTTP for the service of the same file. Keys of its deployment are passed to Serve unchanged."""
+    """HTTP for the service of the same file."""
 
-    name: str = "gateway"
-    import_path: Literal["tailrace.app.gateway.build:build"] = GATEWAY
-    route_prefix: Literal["/"] = "/"
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
-    logging_config: dict[str, Any] | None = None
-    args: GatewayConfig = GatewayConfig()
-    deployments: tuple[dict[str, Any], ...] = ()
+    name: str = Field("gateway", description="name of the gateway's application")
+    import_path: Literal["tailrace.app.gateway.build:build"] = Field(
+        GATEWAY, description="what Serve builds: always this"
+    )
+    route_prefix: Literal["/"] = Field("/", description="the gateway has every route")
+    runtime_env: dict[str, Any] = Field(default_factory=dict, description="Ray's runtime environment of its replicas")
+    args: GatewayConfig = Field(GatewayConfig(), description="what the gateway answers, and to whom")
 
 
 class HttpOptions(Strict):
@@ -62,8 +63,8 @@ class HttpOptions(Strict):
     required.
     """
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65_535)
+    host: str = Field("127.0.0.1", description="loopback, or one of the node's addresses where a token is needed")
+    port: int = Field(8000, ge=1, le=65_535, description="where the gateway listens")
 
     @field_validator("host")
     @classmethod

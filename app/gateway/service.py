@@ -16,7 +16,7 @@ from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.conversations import Conversations
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.chat.tool_calls import ToolParser
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.config import CONVERSATION_TOKENS, GatewayConfig
 from tailrace.app.gateway.edge.errors import UnknownModel
 from tailrace.app.gateway.naming import Naming
 from tailrace.deployments.batches.prompts import Prompts
@@ -63,7 +63,7 @@ class GatewayService:
 
     def __init__(self, client_of: Callable[[Role], RolloutClient], config: GatewayConfig):
         self._client_of, self._config = client_of, config
-        self._conversations = Conversations(config.conversation_tokens)
+        self._conversations = Conversations(CONVERSATION_TOKENS)
         self._clients: dict[Role, RolloutClient] = {}
         self._model: ServedModel | None = None
         self._adapters: set[str] = set()

@@ -34,7 +34,7 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats,
     for each repeat of all.
     """
     file = load_config(config)
-    if file.application.autoscaling_policy is None:
+    if not file.application.args.replicas.come_and_go:
         raise BadInput(f"--config {config}: its replicas neither come nor go; see serve.elastic.yaml")
     from tailrace.app.files.traces import read_trace
 
@@ -48,8 +48,9 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats,
     unknown = next((name for name in only if name not in NAMES), None)
     if unknown is not None:
         raise BadInput(f"--runs {unknown}: no run is called so; known: {', '.join(NAMES)}")
-    if "draft" in only and file.application.of("Drafter").autoscaling_config is None:
-        raise BadInput(f"--runs draft: {config} has no Drafter.autoscaling_config; docs/drafters.md shows draft models")
+    drafter = file.application.args.drafter
+    if "draft" in only and (drafter is None or not drafter.replicas.come_and_go):
+        raise BadInput(f"--runs draft: {config} has no drafter with two limits; docs/drafters.md shows draft models")
     replay = _replay(file, lines, samples, max_tokens)
     file = with_engine(file, {"max_running": running})
     result = measure(file, replay, chunk_tokens, repeats, lambda text: click.echo(text, err=True), only or NAMES)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from tailrace.app.config import GatewayApplication, HttpOptions, ServeFile, with_engine
 from tailrace.app.errors import Failed
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.deployments.replica_count import fixed
 
 START_S = 300.0
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -71,9 +72,7 @@ def ours(file: ServeFile, shape: EngineShape, args: GatewayConfig | None = None)
     port = free_port()
     settings = {"model": str(shape.model), "max_running": shape.max_running, "max_model_len": shape.max_model_len}
     file = with_engine(file, settings | {"kv_cache_gib": shape.kv_cache_gib, "block_tokens": 32, "cores": 1})
-    engine = file.application.of("Engine").model_copy(update={"num_replicas": 1})
-    others = [one for one in file.application.deployments if one.name != "Engine"]
-    application = file.application.model_copy(update={"deployments": (*others, engine)})
+    application = file.application.with_args(replicas=fixed(1))
     gateway = GatewayApplication(args=args or GatewayConfig())
     changes = {"applications": (application, gateway), "http_options": HttpOptions(port=port)}
     with service(file.model_copy(update=changes), None):

@@ -151,7 +151,7 @@ def measure(
     say: Callable[[str], None],
 ) -> dict:
     """`profile`: one of `tailrace profile`, in place of the probes' ladder."""
-    replicas = file.application.of("Engine").most_replicas
+    replicas = file.application.args.replicas.max
     named = runs(chunk_tokens, file.application.args.engine.block_tokens)
     say(f"starting {replicas} replicas")
     with service(file, None) as client:

@@ -123,7 +123,7 @@ def measure(file: ServeFile, tiny: bool, as_head: bool, seconds: float, idle_s: 
             file = with_engine(file, {"model": str(tiny_model(resolve_model("demo"), Path(folder) / "tiny"))})
         say("starting the service")
         with _service(file, as_head, Path(folder)) as client:
-            replicas = file.application.of("Engine").most_replicas
+            replicas = file.application.args.replicas.max
             found = asyncio.run(_measured(client, replicas, seconds, idle_s, say))
     return {"model": "tiny" if tiny else file.application.args.engine.model, "head": as_head, **found}
 

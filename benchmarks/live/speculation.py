@@ -62,7 +62,7 @@ def measure(
         with service(with_engine(file, dict(engine)), None) as client:
             for turn in range(repeats):
                 for name, budget in budgets.items():
-                    policies = file.application.of("Coordinator").user_config.policies
+                    policies = file.application.policies
                     named = Policies(**(policies.model_dump() | {"drafting": budget}))
                     result, looks = asyncio.run(_roll(client, f"{name}-{turn}", named, groups))
                     say(f"{name}: {result}")

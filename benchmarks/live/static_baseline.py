@@ -19,7 +19,7 @@ KEPT = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samp
 
 def runs(file: ServeFile, chunk_tokens: int, oracle: bool) -> dict[str, Policies]:
     """The baseline, and Seer's ordering in chunks with the placement that the configuration names; then the oracle."""
-    placement = file.application.of("Coordinator").user_config.policies.placement
+    placement = file.application.policies.placement
     off = {"drafting": "off"}  # this is about scheduling
     static = {"ordering": "group_static", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
     static |= off

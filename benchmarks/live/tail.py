@@ -111,7 +111,7 @@ def measure(
     makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's lower bound
     at the quickest steps that probes found here, and at the acceptance of that run, over its makespan.
     """
-    replicas = file.application.of("Engine").most_replicas
+    replicas = file.application.args.replicas.max
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
         say(f"starting {replicas} replicas")
         with service(_with(file, GROUP, Path(folder)), None) as client:
@@ -125,7 +125,7 @@ def measure(
     bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
     replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
     draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
-    may_be = file.application.of("Coordinator").user_config.replicas
+    may_be = file.application.args.replicas
     limits, models = Limits(may_be.min, may_be.max), probes.models(pooled(probes.ladders))
     return {
         "runs": runs,
@@ -142,12 +142,13 @@ def measure(
 
 def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     """The two baselines, Seer's order in chunks, and the configured policies with every choice for the tail."""
-    configured = file.application.of("Coordinator").user_config.policies.model_dump()
+    configured = file.application.policies.model_dump()
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
     found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED), "seer": Policies(**seer)}
     found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
-    if file.application.of("Drafter").autoscaling_config is None:
+    drafter = file.application.args.drafter
+    if drafter is None or not drafter.replicas.come_and_go:
         del found["draft"]
     return found
 

@@ -84,11 +84,11 @@ def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: 
     """`modes` by name: seconds a step (`step_s`), their `ratio` to static groups, the idle share of replicas, and the
     share of the bound: all seconds of cores that engines and trainer took, over all cores."""
     engine = file.application.args.engine
-    cores = file.application.of("Engine").most_replicas * (engine.cores or 1)
+    cores = file.application.args.replicas.max * (engine.cores or 1)
     rows: dict[str, list[LedgerRow]] = {}
     with TemporaryDirectory(prefix="tailrace-bench-train-") as folder:
         with service(file, None) as client:
-            configured = file.application.of("Coordinator").user_config.policies
+            configured = file.application.policies
             for name in (name for name in MODES if name in names):
                 asyncio.run(_prepare(client, policies_of(name, configured)))
                 rows[name] = _trained(client, replay, engine.model, name, Path(folder) / name, say)

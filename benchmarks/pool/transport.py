@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from tailrace.kvpool.config import PoolEndpoint
+from tailrace.kvpool.config import BUFFER_MIB, PoolEndpoint
 from tailrace.kvpool.keys import PREFIX
 
 IN_FLIGHT = (1, 4, 16)
@@ -105,7 +105,7 @@ def store_client(pool: PoolEndpoint):
     from mooncake.store import MooncakeDistributedStore
 
     store, config = MooncakeDistributedStore(), pool.config
-    buffer_bytes = config.buffer_mib * 2**20
+    buffer_bytes = (config.buffer_mib or BUFFER_MIB["cpu"]) * 2**20
     place = (config.protocol, config.rdma_devices, pool.master_address)
     expect(store.setup(pool.host, "P2PHANDSHAKE", 0, buffer_bytes, *place) == 0, "client")
     return store

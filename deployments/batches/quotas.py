@@ -4,11 +4,12 @@ Invariant: a batch is admitted or refused at once; it never waits for a quota. C
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy
+from tailrace.policies.protocol.file_keys import without_constants
 
 
 class BatchLoad(NamedTuple):
@@ -32,7 +33,8 @@ class BatchLoad(NamedTuple):
 class Quotas(BaseModel):
     """Limits over all batches in flight, of all drivers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = ("max_samples", "max_tokens")
     max_samples: int | None = Field(None, ge=1, description="samples of all batches in flight; null: no limit")
     max_tokens: int | None = Field(None, ge=1, description="their max_tokens, over all samples; null: no limit")
     max_result_bytes: int = Field(

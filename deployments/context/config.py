@@ -1,8 +1,11 @@
 """Settings of the group-context service. Read by its actors, by the engines' feeds and by the coordinator."""
 
 from pathlib import PurePosixPath
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tailrace.policies.protocol.file_keys import without_constants
 
 
 def plain_folder(path: str | None) -> str | None:
@@ -15,11 +18,12 @@ def plain_folder(path: str | None) -> str | None:
 class ContextConfig(BaseModel):
     """Where tokens of groups in flight and answers of earlier epochs are kept; limits and deadlines."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = ("history_dir", "history_mib")
 
     shards: int = Field(1, ge=1, le=16, description="minimum of actors that share the prompts among them")
-    max_shards: int = Field(16, ge=1, le=16, description="maximum of them")
-    replicas_per_shard: int = Field(64, ge=1, description="engines that run samples, for each of these actors")
+    max_shards: int = Field(16, ge=1, le=16, description="maximum of these actors")
+    replicas_per_shard: int = Field(64, ge=1, description="engines that run samples, for each actor; one takes 118")
     shrink_after_s: float = Field(30.0, ge=0, description="an actor ends when it was not wanted for this time")
     history_dir: str | None = Field(
         None, description="absolute folder, the same on every node; null: history lasts as long as its actors"
@@ -29,8 +33,8 @@ class ContextConfig(BaseModel):
     live_mib: float = Field(512, gt=0, description="maximum memory of a shard for groups in flight")
     ttl_s: float = Field(900, gt=0, description="a group in flight is forgotten after this time without access")
     flush_s: float = Field(0.05, gt=0, description="minimum time between two exchanges of an engine with a shard")
-    flush_tokens: int = Field(64, ge=1, description="fewer new tokens than this wait, but")
-    linger_s: float = Field(0.25, gt=0, description="no longer than this")
+    flush_tokens: int = Field(64, ge=1, description="fewer new tokens than this wait, at most linger_s")
+    linger_s: float = Field(0.25, gt=0, description="longest wait of new tokens for more")
     unsent_tokens: int = Field(1_000_000, ge=1, description="maximum tokens an engine keeps for an actor that is away")
     deadline_s: float = Field(2.0, gt=0, description="an actor that takes longer has not answered an engine")
     lengths_deadline_s: float = Field(0.5, gt=0, description="a batch starts without past lengths that take longer")

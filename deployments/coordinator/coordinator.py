@@ -1,8 +1,8 @@
 """The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.calls.client`.
 
-`user_config: {policies: {...}, replicas: {min, max}, quotas: {...}, allowed_code: [...]}` in `serve.yaml` changes them
-without a restart. Invariant: each call of a driver names its role and is done only if the role has the right; policies
-come as data, and name code of the deployment's list alone.
+`user_config: {policies: {...}, quotas: {...}, allowed_code: [...]}` in `serve.yaml` changes them without a restart.
+Invariant: each call of a driver names its role and is done only if the role has the right; policies come as data, and
+name code of the deployment's list alone.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.coordinator.service_size import ServiceSize
 from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.adapters import Adapter
@@ -47,43 +48,52 @@ from tailrace.deployments.metrics.export import export_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry, TelemetryExport
 from tailrace.deployments.token_mode import require_token_mode
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.pool import ensure_pool
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.registry import Policies
 
+RECONFIGURED = ("allowed_code", "policies", "quotas")
+"""Keys of `user_config`."""
+
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
 class Coordinator(WatchCalls):
-    """`engines`: handle of the Engine deployment. `model`: a local folder that holds the tokenizer.
+    """`engines`: handle of the Engine deployment. `config`: the engines' own; its model folder holds the tokenizer.
 
     `pool`, `context` and `token_log_dir` may be None. Raises TokenModeOff.
     """
 
+    _block_tokens, _drafters = 1, 0
+    """Sizes for the configured policies: tokens per KV block of the engines (1: chunks end anywhere), draft models."""
+
     def __init__(
         self,
         engines: DeploymentHandle,
-        model: str,
-        max_model_len: int,
+        config: EngineConfig,
         export: TelemetryExport,
+        size: ServiceSize,
         pool: PoolConfig | None = None,
         context: ContextConfig | None = None,
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
     ):
         require_token_mode(allow_no_token)
+        self._block_tokens, self._drafters = config.block_tokens, size.drafters
         keep_serve_port_on_node()
         here, nonce = serve.get_replica_context(), token_hex(3)
         app_name, name = here.app_name, here.replica_id.unique_id
         self._start(
             engines=EngineClient(engines, partial(ListeningSocket, ray.util.get_node_ip_address()), nonce),
-            prompts=Prompts(model, max_model_len),
+            prompts=Prompts(config.model, config.max_model_len),
             telemetry=Telemetry("tailrace-coordinator", export.spans, instance=name, every_group=export.every_group),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
+            limits=size.limits,
         )
         metrics = export_of("coordinator", export.metrics, self._rollouts.metrics.collect)
         others = collect_garbage(lambda: self._rollouts.is_idle), metrics.run()
@@ -98,8 +108,10 @@ class Coordinator(WatchCalls):
         context: ContextService | None,
         token_log: TokenLog,
         nonce: str,
+        limits: Limits | None,
     ) -> None:
         """Starts the loops of a coordinator with these collaborators."""
+        self._limits = limits
         self._kv_pool_manager, self._context, self._prompts = kv_pool_manager, context, prompts
         self._rollouts = Rollouts(
             engines=engines,
@@ -119,11 +131,17 @@ class Coordinator(WatchCalls):
         self._loops = list(map(asyncio.get_running_loop().create_task, loops))
 
     async def reconfigure(self, user_config: dict) -> None:
+        """Takes new policies and quotas for the next core. Serve calls it at the start and when `user_config` changes.
+
+        Raises ValueError for a key that it does not have.
+        """
+        if unknown := sorted(user_config.keys() - RECONFIGURED):
+            raise ValueError(f"user_config.{unknown[0]}: unknown key; there are {', '.join(RECONFIGURED)}")
         allow_code(*user_config.get("allowed_code", ()))
         self._rollouts.deliveries.quotas = Quotas(**user_config.get("quotas", {}))
-        replicas = user_config.get("replicas")
-        self._rollouts.core_holder.set_limits(Limits(**replicas) if replicas else None)
-        self._rollouts.core_holder.set_policies(Policies(**user_config.get("policies", {})))
+        self._rollouts.core_holder.set_limits(self._limits)
+        policies = Policies(**user_config.get("policies", {})).sized(self._block_tokens, self._drafters)
+        self._rollouts.core_holder.set_policies(policies)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the wanted replicas. Serve calls it, and passes the answer to `deployments.autoscaler`."""

@@ -74,7 +74,7 @@ class Stepper:
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
             length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
-            self._drafts = EngineDrafts(config.draft, length, feed, model, vocabulary)
+            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary)
             self._performance = self._drafts.performance
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.

@@ -1,12 +1,13 @@
 """Settings of one engine replica. The defaults are for CPUs; `serve.gpu.yaml` sets the values for GPUs."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tailrace.deployments.declared_fields import declared_fields, fitted
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.keyed_error import KeyedError
+from tailrace.policies.protocol.file_keys import without_constants
 
 ENGINE_ARGS = ("vllm", "engine/arg_utils.py", "EngineArgs")
 """Where vLLM's own class of settings is defined: package, file, name."""
@@ -34,6 +35,14 @@ def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
     return fitted(value, declared_fields(ENGINE_ARGS), "vLLM's EngineArgs") if value else value
 
 
+BLOCK_TOKENS = {"cpu": 32, "gpu": 16}
+"""Tokens per KV block, by device: with 32, a pull from the pool on a CPU has half as many pieces; 16 is vLLM's own."""
+
+
+INDEX_MIB = 32
+"""MiB for indexes of each chunk that may run: 512 for 16 of them on a CPU, 8192 for 256 on a GPU."""
+
+
 class DraftConfig(BaseModel):
     """The source of draft tokens.
 
@@ -41,15 +50,20 @@ class DraftConfig(BaseModel):
     `ngram` and `suffix` are vLLM's own methods.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = ("method",)
 
-    method: Literal["off", "ngram", "suffix", "group", "model"] = "group"
+    method: Literal["off", "ngram", "suffix", "group", "model"] = Field(
+        "group",
+        description="group: the index of the sample's group, and a draft model if there is one; model: the draft model "
+        "alone; ngram and suffix: vLLM's own",
+    )
     draft_tokens: int = Field(16, ge=1, le=64, description="maximum draft tokens per verification")
     lookup_max: int = Field(4, ge=1, description="ngram: longest n-gram looked up")
     lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
     paths: int = Field(1, ge=1, le=8, description="group: branches of a draft verified at once, by copies of the chunk")
     fork_running: int = Field(2, ge=1, description="group: maximum running chunks at which branches are verified")
-    index: IndexSettings = IndexSettings()
+    index: IndexSettings = Field(IndexSettings(), description="group: parts and weights of the index")
     index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
 
     @field_validator("method", mode="before")
@@ -67,18 +81,39 @@ class DraftConfig(BaseModel):
 class EngineConfig(BaseModel):
     """Settings of one vLLM engine: its model, its memory, its device."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = (
+        "model",
+        "device",
+        "dtype",
+        "max_model_len",
+        "max_running",
+        "max_batched_tokens",
+        "kv_cache_gib",
+        "cores",
+        "tensor_parallel",
+        "redraw_close_calls",
+        "draft",
+        "model_runner",
+        "vllm_args",
+    )
 
-    model: str = Field(description="a local Hugging Face folder")
-    device: Literal["cpu", "gpu"] = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    model: str = Field(description="a local Hugging Face folder, at the same path on every node; or demo")
+    device: Literal["cpu", "gpu"] = Field("cpu", description="what the engine runs on")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="type of weights and KV; on a CPU float32 alone is exact: docs/exactness.md"
+    )
     max_model_len: int = Field(4096, ge=16, description="longest prompt plus answer, in tokens")
     max_running: int = Field(16, ge=1, description="maximum chunks in one engine step (vLLM max_num_seqs)")
     max_batched_tokens: int = Field(2048, ge=16, description="maximum tokens computed in one engine step")
     kv_cache_gib: float | None = Field(2.0, gt=0, description="KV cache size; null: vLLM decides")
-    block_tokens: int = Field(32, ge=1, description="tokens per KV block")
-    cores: int | None = Field(1, ge=1, description="CPU cores this replica binds to; null: no binding")
-    tensor_parallel: int = Field(1, ge=1)
+    block_tokens: int = Field(
+        default_factory=lambda given: BLOCK_TOKENS[given.get("device", "cpu")], ge=1, description="tokens per KV block"
+    )
+    cores: int | None = Field(
+        1, ge=1, description="CPU cores of a replica on a CPU, which it binds to; null: one core, without binding"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of a replica, or its ranks on a CPU")
     # Logprobs of the demo model moved by at most 2.2e-5 between batch shapes, so distances by 4.3e-5: four times that.
     close_call_tolerance: float = Field(
         2e-4, gt=0, le=0.1, description="a draw whose two best candidates are closer, in logits, is a close call"
@@ -114,6 +149,11 @@ class EngineConfig(BaseModel):
         if self.model_runner == "v2" and self.draft.method == "suffix":
             raise ValueError("model_runner v2 has no draft method suffix; take another, or v1")
         return self
+
+    @property
+    def sized_draft(self) -> DraftConfig:
+        """Returns `draft` with memory for the indexes of as many chunks as may run."""
+        return self.draft.model_copy(update={"index_mib": max(self.draft.index_mib, INDEX_MIB * self.max_running)})
 
     @property
     def weight_transfer(self) -> str:

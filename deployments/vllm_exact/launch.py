@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
-from tailrace.kvpool.config import PoolEndpoint
+from tailrace.kvpool.config import BUFFER_MIB, PoolEndpoint
 from tailrace.kvpool.keys import PREFIX, fingerprint
 
 WORKERS = {
@@ -82,7 +82,7 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
     if pool is None:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     else:
-        with pool_file(pool) as file:
+        with pool_file(pool, config.device) as file:
             os.environ.update(pool_settings(pool, file))
             arguments["kv_transfer_config"] = transfer_config(config, pool)
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -220,12 +220,12 @@ def pool_settings(pool: PoolEndpoint, file: str) -> dict[str, str]:
 
 
 @contextmanager
-def pool_file(pool: PoolEndpoint) -> Iterator[str]:
+def pool_file(pool: PoolEndpoint, device: str) -> Iterator[str]:
     """Writes the JSON file that vLLM's Mooncake worker reads during construction; yields its path."""
     settings = {
         "mode": "standalone-store",  # memory of a replica would end with the replica
         "global_segment_size": 0,
-        "local_buffer_size": pool.config.buffer_mib << 20,
+        "local_buffer_size": (pool.config.buffer_mib or BUFFER_MIB[device]) << 20,
         "metadata_server": "P2PHANDSHAKE",
         "master_server_address": pool.master_address,
         "protocol": pool.config.protocol,

@@ -163,7 +163,7 @@ def _systems(compare: str, config: Path, extra: ExtraSystems) -> dict:
 def _configured(config: Path):
     from tailrace.lab.simulator.systems import System
 
-    policies = load_config(config).application.of("Coordinator").user_config.policies.model_dump()
+    policies = load_config(config).application.policies.model_dump()
     del policies["chunking"]  # sized for this machine's models; the workload has its own, and its own draft methods
     racing = policies.pop("racing")["type"]
     if racing not in ("off", "fastest_of_n"):

@@ -34,7 +34,7 @@ class DemoRun(NamedTuple):
 
 def policies_of(file: ServeFile) -> dict[str, Policies]:
     """Returns the policies by the names of the runs, in their order."""
-    configured = file.application.of("Coordinator").user_config.policies
+    configured = file.application.policies
     return {"static": Policies(**STATIC_POLICIES), "tailrace": configured}
 
 

@@ -31,6 +31,7 @@ from tailrace.lab.fuzz.virtual_time import Process
 from tailrace.lab.fuzz.worlds.quota_account import AccountedDoor, QuotaAccount
 from tailrace.lab.fuzz.worlds.watched_core import WatchedCore
 from tailrace.lab.fuzz.worlds.watched_pool import WatchedPool
+from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 
 HEALTH_S = 2.0
@@ -91,6 +92,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
         token_log: TokenLog,
         nonce: str,
         disk: Disk,
+        limits: Limits | None,
     ):
         self.token_log = token_log
         self._start(
@@ -101,6 +103,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
             kv_pool_manager=pool,
             context=ContextService(shards, shards.config) if shards is not None else None,
             token_log=token_log,
+            limits=limits,
         )
         self._rollouts.adapters.read = lambda path: digest_of(disk.read(path))
 
@@ -249,12 +252,12 @@ class SimulatedCluster:
             put=lambda features: features.name,
             running=EngineHandle.running,
         )
-        parts = engines, pool, self.shards, self.telemetry, token_log, nonce, self.disk
+        limits = Limits(*self.size.limits) if self.size.limits else None
+        parts = engines, pool, self.shards, self.telemetry, token_log, nonce, self.disk, limits
         coordinator = process.run(SimulatedCoordinator, *parts)
         coordinator.rollouts.core_holder._kind = partial(WatchedCore, self.defects)
         coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
-        limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
-        configuration = {"policies": self.policies.model_dump(), "replicas": limits, "quotas": self.size.quotas}
+        configuration = {"policies": self.policies.model_dump(), "quotas": self.size.quotas}
         await process.spawn(coordinator.reconfigure(configuration))
         return coordinator
 

@@ -58,7 +58,7 @@ def soak(file: ServeFile, prompts: Sequence[PromptGroup], plan: SoakPlan, say: S
         say("starting the service: two engines, a draft model, a pool")
         with service(file, None) as client:
             live = LiveSoak(client, scripts, folders, plan, say)
-            report = asyncio.run(live.run(folder, file.application.of("Engine").most_replicas))
+            report = asyncio.run(live.run(folder, file.application.args.replicas.max))
         return report | {"left_over": left_over(live.log)}
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace.app.config import ServeFile, with_engine
-from tailrace.app.deployment_settings import DrafterSettings, UserConfig
+from tailrace.app.deployment_settings import UserConfig
 from tailrace.app.model import perturbed, resolve_model
+from tailrace.deployments.replica_count import fixed
 from tailrace.lab.verification.runs import GROUP, WHOLE, chunked
 from tailrace.lab.verification.services import drafter_like
 from tailrace.policies.families.registry import Policies
@@ -30,17 +31,11 @@ def file_of(file: ServeFile, folder: Path) -> ServeFile:
     engine = file.application.args.engine
     file = with_engine(file, {**dict(GROUP), "kv_cache_gib": min(engine.kv_cache_gib, KV_GIB)})
     application = file.application
-    args = application.args.model_copy(
-        update={"drafter": application.args.drafter or drafter_like(application.args.engine, folder)}
+    drafter = application.args.drafter or drafter_like(application.args.engine, folder)
+    changed = application.with_args(
+        replicas=fixed(application.args.replicas.max), drafter=drafter.model_copy(update={"replicas": fixed(1)})
     )
-    coordinator = application.of("Coordinator").model_copy(
-        update={"autoscaling_config": None, "user_config": UserConfig(policies=DISTURBED)}
-    )
-    engines = application.of("Engine")
-    fixed = engines.model_copy(update={"autoscaling_config": None, "num_replicas": engines.most_replicas})
-    drafters = DrafterSettings(name="Drafter", num_replicas=1, ray_actor_options=engines.ray_actor_options)
-    changes = {"args": args, "deployments": (coordinator, fixed, drafters), "autoscaling_policy": None}
-    return file.model_copy(update={"applications": (application.model_copy(update=changes),)})
+    return file.model_copy(update={"applications": (changed.with_user_config(UserConfig(policies=DISTURBED)),)})
 
 
 def weights_of(file: ServeFile, folder: Path) -> Sequence[str]:

@@ -24,6 +24,7 @@ from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.stored_groups import stored_groups
 from tailrace.deployments.messages.rollout import GroupResult
+from tailrace.deployments.replica_count import fixed
 from tailrace.lab.training_certificate.comparison import first_difference
 from tailrace.lab.training_certificate.disturbed_steps import DisturbedSteps, end_a_store
 from tailrace.lab.training_certificate.driver import TrainingDriver
@@ -175,12 +176,7 @@ def _prepare(client: RolloutClient, policies: dict) -> None:
 
 def _one_replica(file: ServeFile) -> ServeFile:
     wanted = Service(GROUP).of(file, Path())
-    application = wanted.application
-    engine = application.of("Engine").model_copy(update={"num_replicas": 1})
-    args = application.args.model_copy(update={"pool": None})
-    deployments = tuple(engine if one.name == "Engine" else one for one in application.deployments)
-    changed = application.model_copy(update={"args": args, "deployments": deployments})
-    return wanted.model_copy(update={"applications": (changed,)})
+    return wanted.model_copy(update={"applications": (wanted.application.with_args(replicas=fixed(1), pool=None),)})
 
 
 @contextmanager

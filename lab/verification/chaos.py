@@ -256,5 +256,4 @@ def _with_pool(file: ServeFile, changes: dict) -> ServeFile:
     """Returns the configuration with other settings of the pool."""
     application = file.application
     pool = PoolConfig.model_validate(application.args.pool.model_dump() | changes)
-    args = application.args.model_copy(update={"pool": pool})
-    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
+    return file.model_copy(update={"applications": (application.with_args(pool=pool),)})

@@ -58,7 +58,7 @@ async def _roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch
     if journaled:
         await client.journal(True)
     await client.set_policies(Policies(**run.policies))
-    await whole(client, file.application.of("Engine").most_replicas)
+    await whole(client, file.application.args.replicas.max)
     await client.forget_history()
     if run.after_an_epoch:
         earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers

@@ -22,6 +22,7 @@ class Aimd(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["aimd"] = "aimd"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
     max_draft_tokens: int = Field(32, ge=1, le=64, description="max draft tokens of a sample in a step")

@@ -40,6 +40,7 @@ class ClosedForm(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["closed_form"] = "closed_form"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
     max_draft_tokens: int = Field(16, ge=1, le=64, description="max draft tokens of a sample in a step")

@@ -77,6 +77,7 @@ class Planned(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["planned"] = "planned"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     needs_drafter: ClassVar[bool] = True
     acceptance: float = Field(0.5, ge=0.0, le=1.0, description="of a draft token, until replicas have tested some")
     drafter: DrafterStep | None = Field(None, description="cost of a step of the draft model; null: as measured")

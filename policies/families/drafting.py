@@ -57,6 +57,7 @@ class FixedBudget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fixed"] = "fixed"
+    file_keys: ClassVar[tuple[str, ...]] = ("tokens",)
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
     tokens: int = Field(4, ge=1, le=64, description="draft tokens of a sample in a step")
@@ -77,6 +78,7 @@ class LengthClassBudget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["length_class"] = "length_class"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     reads_classes: ClassVar[bool] = True
     by_worth: ClassVar[bool] = False
     medium_tokens: int = Field(
@@ -102,6 +104,7 @@ class Concurrency(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["concurrency"] = "concurrency"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
     max_draft_tokens: int = Field(8, ge=1, le=64, description="max draft tokens of a sample in a step")

@@ -45,6 +45,7 @@ class Goodput(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["goodput"] = "goodput"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = True
     max_draft_tokens: int = Field(16, ge=1, le=64, description="max draft tokens of a sample in a step")

@@ -50,6 +50,7 @@ class HistoryQuantile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["history_quantile"] = "history_quantile"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     reads_all: ClassVar[bool] = False
     quantile: float = Field(0.5, ge=0.0, le=1.0, description="which one: 0.5 is the median")
     epochs: int = Field(1, ge=1, description="newest epochs that count")
@@ -83,6 +84,7 @@ class Shrunk(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["shrunk"] = "shrunk"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     reads_all: ClassVar[bool] = True
     history_weight: float = Field(
         0.7,

@@ -35,6 +35,7 @@ class OneLane(BaseModel):
     """Base of orderings with one lane whose samples may go anywhere."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    file_keys: ClassVar[tuple[str, ...]] = ()
     lanes: ClassVar[int] = 1
     growing_lanes: ClassVar[tuple[int, ...]] = ()
 

@@ -29,6 +29,7 @@ class EveryHit(BaseModel):
     """Base of placements that use no performance: whatever the pool holds is pulled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    file_keys: ClassVar[tuple[str, ...]] = ()
     sticky: ClassVar[bool] = False
 
     def min_pull_tokens(self, performance: Performance | None) -> int | None:
@@ -97,6 +98,7 @@ class CostAware(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["cost_aware"] = "cost_aware"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     sticky: ClassVar[bool] = False
     min_gain_s: float = Field(0.05, ge=0.0, description="min seconds that a move must save")
     pull_from_tokens: int | None = Field(

@@ -2,7 +2,7 @@
 early.
 """
 
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,6 +27,7 @@ class NextUp(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["next_up"] = "next_up"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     depth: int = Field(1, ge=1, description="waiting samples, first in order, whose KV is brought to their next node")
 
     def look_ahead(self, waiting: int) -> int:

@@ -189,6 +189,7 @@ class FastestOfN(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fastest_of_n"] = "fastest_of_n"
+    file_keys: ClassVar[tuple[str, ...]] = ("rungs",)
     room: int = Field(2, ge=1, description="chunks on a replica up to which it takes copies (the paper's b_max)")
     usual: float = Field(0.5, ge=0.0, le=1.0, description="chance of a draft token, until replicas have tested some")
     rungs: tuple[MethodProfile, ...] | None = Field(

@@ -7,7 +7,7 @@ its package must be allowed (`allowed_code`). An unknown name or knob is an erro
 
 from difflib import get_close_matches
 from importlib import import_module, metadata
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from tailrace.policies.families.allowed_code import ENTRY_POINTS, check_allowed
-from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks
-from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
+from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks, at_blocks
+from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy, Planned
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
 from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairShares
 from tailrace.policies.families.goodput import Goodput
@@ -35,6 +35,7 @@ from tailrace.policies.families.prefetch import NextUp, Prefetching, PrefetchPol
 from tailrace.policies.families.racing import NoRacing as NoRaces
 from tailrace.policies.families.racing import Racing, RacingPolicy
 from tailrace.policies.families.tail import Hold, Tail, TailPolicy
+from tailrace.policies.protocol.file_keys import without_constants
 
 OrderingPolicy = Annotated[BuiltInOrdering | HistoPipe, Field(discriminator="type")]
 
@@ -166,7 +167,18 @@ def _member(family: str) -> Any:
 class Policies(BaseModel):
     """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, `LeastKv`) and exact KV."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
+    file_keys: ClassVar[tuple[str, ...]] = (
+        "ordering",
+        "placement",
+        "chunking",
+        "kv_on_update",
+        "lengths",
+        "drafting",
+        "draft_models",
+        "tail",
+        "racing",
+    )
 
     ordering: _member("ordering") = Seer()
     placement: _member("placement") = LeastKv()
@@ -179,3 +191,13 @@ class Policies(BaseModel):
     tail: _member("tail") = Hold()
     racing: _member("racing") = NoRaces()
     fairness: _member("fairness") = FairShares()
+
+    def sized(self, block_tokens: int, drafters: int) -> "Policies":
+        """Returns the same for engines with KV blocks of this size beside this many draft models (0: none).
+
+        Policies of a user's own, and sizes that are set, stay.
+        """
+        chunking, models = at_blocks(self.chunking, block_tokens), self.draft_models
+        if isinstance(models, Planned) and models.replicas == 1 and drafters:
+            models = models.model_copy(update={"replicas": drafters})
+        return self.model_copy(update={"chunking": chunking, "draft_models": models})

@@ -57,6 +57,7 @@ class Shrinking(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    file_keys: ClassVar[tuple[str, ...]] = ()
     after_s: float = Field(1.0, ge=0.0, description="seconds that an answer holds before a smaller one replaces it")
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
@@ -101,6 +102,7 @@ class Consolidate(Shrinking):
     """The fewest replicas with room for all running chunks, at a step at most `max_slowdown` longer than on all."""
 
     type: Literal["consolidate"] = "consolidate"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     max_slowdown: float = Field(0.1, ge=0.0, description="by which share a decode step may get longer")
 
     def needed(self, view: TailView, answer: int) -> int:
@@ -142,6 +144,7 @@ class Auto(Shrinking):
     """
 
     type: Literal["auto"] = "auto"
+    file_keys: ClassVar[tuple[str, ...]] = ("worth",)
     may_want_drafters: ClassVar[bool] = True
     counts_moves: ClassVar[bool] = True
     worth: float = Field(0.1, ge=0.0, description="seconds of makespan that a second of all replicas is worth")

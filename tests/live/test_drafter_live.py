@@ -94,9 +94,8 @@ def test_coupled_decoupled_and_with_other_noise_the_tokens_are_the_same_and_the_
 @pytest.fixture(scope="module")
 def client(models):
     target, drafter = models
-    args = {"engine": engine_of(target), "drafter": drafter_of(drafter), "pool": None}
-    application = {"args": args, "deployments": [{"name": "Engine", "num_replicas": 1}]}
-    with service(ServeFile.model_validate({"applications": [application]}), None) as client:
+    args = {"replicas": 1, "engine": engine_of(target), "drafter": drafter_of(drafter), "pool": None}
+    with service(ServeFile.model_validate({"applications": [{"args": args}]}), None) as client:
         yield client
 
 

@@ -108,10 +108,9 @@ def before() -> set[tuple[int, str, int]]:
 @pytest.fixture(scope="module")
 def driver(tiny_model, before):
     engine = {"model": str(tiny_model), "max_model_len": 256, "max_running": 4, "kv_cache_gib": 0.25}
-    drafter = {"model": str(tiny_model), "window": 4, "kv_cache_gib": 0.25}
+    drafter = {"model": str(tiny_model), "window": 4}
     arguments = {"engine": engine, "drafter": drafter, "pool": {"dram_gib": 0.25}}
-    deployments = [{"name": "Engine", "num_replicas": 1}]
-    with service(ServeFile(applications=({"args": arguments, "deployments": deployments},)), None) as client:
+    with service(ServeFile(applications=({"args": arguments | {"replicas": 1}},)), None) as client:
         until(lambda: [one for one in client.status_blocking().replicas if one.ready])
         yield psutil.Process()
 

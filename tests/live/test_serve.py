@@ -74,7 +74,7 @@ def served(tiny_model, tmp_path_factory):
     file = yaml.safe_load(DEFAULT_CONFIG.read_text())
     (application,) = file["applications"]
     application["args"]["engine"]["model"] = str(tiny_model)
-    next(one for one in application["deployments"] if one["name"] == "Engine")["num_replicas"] = 1
+    application["args"]["replicas"] = 1
     config = tmp_path_factory.mktemp("served") / "serve.yaml"
     config.write_text(yaml.safe_dump(file))
     arguments = ("-m", "tailrace", "serve", "--config", str(config), "--port", str(port))

@@ -88,7 +88,7 @@ def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
     file = yaml.safe_load((ROOT / "serve.yaml").read_text())
     (application,) = file["applications"]
     application["args"]["engine"]["model"] = str(model)
-    next(one for one in application["deployments"] if one["name"] == "Engine")["num_replicas"] = 1
+    application["args"]["replicas"] = 1
     config = folder / "serve.yaml"
     config.write_text(yaml.safe_dump(file))
     command = (str(MAIN), "-m", "tailrace", "serve", "--config", str(config), "--port", str(port))

@@ -18,10 +18,7 @@ SHORT, LONG = ("raced",), ("raced", "scaled_down", "replica_killed")
 
 def without_a_draft_model(file: ServeFile) -> tuple:
     """What decides how replicas come and go, and what they are."""
-    application = file.application
-    scaling = application.of("Coordinator").autoscaling_config, application.of("Coordinator").user_config.replicas
-    args = application.args.model_copy(update={"drafter": None})
-    return args, application.of("Engine"), scaling, application.autoscaling_policy
+    return file.application.with_args(drafter=None).args, file.application.of("Engine")
 
 
 @pytest.mark.parametrize("names", [SHORT, pytest.param(LONG, marks=pytest.mark.long)], ids=["short", "long"])

@@ -205,19 +205,14 @@ def test_vllms_own_transfer_engines_bring_weights_to_a_gpu_service(tiny_model, o
     from tailrace.app.cluster import service
     from tailrace.app.config import load_config, with_engine
     from tailrace.app.weights.receiver import weights_receiver
+    from tailrace.deployments.replica_count import fixed
 
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("nccl needs a GPU for the trainer and one for the engine")
     args = {"weight_transfer_config": {"backend": backend}, "gpu_memory_utilization": 0.5}
     changes = {"model": str(tiny_model), "device": "gpu", "max_model_len": 512, "kv_cache_gib": 0.25, "vllm_args": args}
     file = with_engine(load_config(), changes)
-    engines = file.application.of("Engine")
-    one = engines.model_copy(
-        update={"num_replicas": 1, "ray_actor_options": engines.ray_actor_options.model_copy(update={"num_gpus": 1})}
-    )
-    deployments = tuple(one if each is engines else each for each in file.application.deployments)
-    application = file.application.model_copy(update={"deployments": deployments})
-    file = file.model_copy(update={"applications": (application,)})
+    file = file.model_copy(update={"applications": (file.application.with_args(replicas=fixed(1)),)})
     with service(file, None) as client:
         device = "cuda:0" if backend == "ipc" else "cuda:1"
         model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).to(device)

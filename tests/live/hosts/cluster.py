@@ -131,6 +131,7 @@ def write_service(head: Host, model: Path) -> None:
     arguments = values["applications"][0]["args"]
     arguments["engine"] |= SERVICE["engine"] | {"model": str(model)}
     arguments["pool"] |= SERVICE["pool"]
-    coordinator, engine = values["applications"][0]["deployments"]
-    coordinator["ray_actor_options"], engine["ray_actor_options"] = {"num_cpus": 0.1}, {"num_cpus": 1.5}
+    (coordinator,) = deployments = values["applications"][0]["deployments"]
+    coordinator["ray_actor_options"] = {"num_cpus": 0.1}
+    deployments.append({"name": "Engine", "ray_actor_options": {"num_cpus": 1.5}})
     head.path("tailrace/hosts.yaml").write_text(yaml.safe_dump(values))

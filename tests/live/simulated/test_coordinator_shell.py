@@ -103,3 +103,15 @@ def test_looks_are_rarer_where_few_replicas_report_and_never_rarer_than_their_re
         rollouts._registry.joined = real
 
     play(story)
+
+
+def test_a_configuration_with_an_unknown_key_is_refused_and_changes_nothing(play):
+    """Serve applies a file of an older version without a look at it: its deployment then fails with this line."""
+
+    async def story(cluster, client):
+        before = cluster.coordinator.rollouts.deliveries.quotas
+        with pytest.raises(ValueError, match=r"user_config\.replicas: unknown key; there are allowed_code"):
+            await cluster.coordinator.reconfigure({"replicas": {"min": 1, "max": 2}, "quotas": {"max_samples": 1}})
+        assert cluster.coordinator.rollouts.deliveries.quotas == before
+
+    play(story)
