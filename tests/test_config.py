@@ -148,6 +148,11 @@ OLD_SCALING = {"min_replicas": 1, "max_replicas": 4, "metrics_interval_s": 1, "l
             "args.drafter.patience_s: no longer a key; remove it: it is",
         ),
         (
+            (*POLICIES, "prefetch"),
+            "off",
+            "policies.prefetch: no longer a key; remove it: it is next_up, and set_policies",
+        ),
+        (
             (*POLICIES, "ordering"),
             {"type": "seer", "explore": 0.2},
             "policies.ordering.explore: no longer a key; remove",
