@@ -150,7 +150,7 @@ OLD_SCALING = {"min_replicas": 1, "max_replicas": 4, "metrics_interval_s": 1, "l
         (
             (*POLICIES, "prefetch"),
             "off",
-            "policies.prefetch: no longer a key; remove it: it is next_up, and set_policies",
+            "policies.prefetch: no longer a key; remove it: it is next_up, and set_",
         ),
         (
             (*POLICIES, "ordering"),
