@@ -1,5 +1,6 @@
 """serve.yaml is strict: what Serve would ignore silently is an error here, on one line that names the key."""
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -145,6 +146,11 @@ OLD_SCALING = {"min_replicas": 1, "max_replicas": 4, "metrics_interval_s": 1, "l
             (*ARGS, "drafter"),
             {"model": "m", "patience_s": 1},
             "args.drafter.patience_s: no longer a key; remove it: it is",
+        ),
+        (
+            (*POLICIES, "prefetch"),
+            "off",
+            "policies.prefetch: no longer a key; remove it: it is next_up, and set_",
         ),
         (
             (*POLICIES, "ordering"),
@@ -300,3 +306,41 @@ def test_a_users_tail_policy_asks_for_drafters_by_its_capability(tmp_path):
     data = changed((*POLICIES, "tail"), {"type": f"{__name__}:WithDrafters"})
     with pytest.raises(BadInput, match=r"WithDrafters needs args\.drafter, with `replicas: \{min: 0, max: 1\}` there"):
         load_config(written(tmp_path, data))
+
+
+REMOVED = (ROOT / "tests" / "data" / "removed_keys.txt").read_text().split()
+"""Keys of an older version: of a deployment with its name in brackets, of a policy as policies.FAMILY.MEMBER.KNOB."""
+
+
+def with_old_key(key: str) -> dict:
+    """A file with one old key, and else with what that key needs beside it."""
+    service = {"name": "tailrace", "args": {"drafter": {"model": "m"}}}
+    file = {"applications": [service]}
+    deployment = re.fullmatch(r"applications\.deployments\[(\w+)\]\.(.*)", key)
+    if key.startswith("policies."):
+        _, family, member, knob = key.split(".")
+        policies = {family: {"type": member, knob: 1}}
+        service["deployments"] = [{"name": "Coordinator", "user_config": {"policies": policies}}]
+        return file
+    if deployment:
+        at, rest = {"name": deployment[1]}, deployment[2]
+        service["deployments"] = [at]
+    elif key.startswith("applications."):
+        at, rest = service, key.partition(".")[2]
+        if rest == "args.conversation_tokens":
+            at = {"name": "gateway", "import_path": "tailrace.app.gateway.build:build"}
+            file |= {"proxy_location": "HeadOnly", "applications": [service, at]}
+    else:
+        at, rest = file, key
+    *places, last = rest.split(".")
+    for place in places:
+        at = at.setdefault(place, {})
+    at[last] = 1
+    return file
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_every_key_of_an_older_version_has_its_line(tmp_path, key):
+    with pytest.raises(BadInput) as caught:
+        load_config(written(tmp_path, with_old_key(key)))
+    assert ": no longer a key; " in caught.value.message and "\n" not in caught.value.message
