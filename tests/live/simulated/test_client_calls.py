@@ -325,6 +325,22 @@ def test_a_service_that_was_restarted_gets_the_last_weights_again():
     assert len(service.named("update_weights")) == 1, "the batch asks for others"
 
 
+def test_the_last_source_of_a_version_is_loaded_again_and_without_an_update_no_version_is_demanded():
+    refusal = [Rejected(reason="old", by=RejectedBy.WEIGHTS)]
+    service = Service(update_weights=[loaded(4), loaded(4, "e")], rollout=[[group("p")], refusal, [group("p")]])
+    client = client_of(service)
+
+    async def story():
+        await rolled(client, batch_of("p"))
+        for folder in ("one", "other"):
+            await client.update_weights(4, folder)
+        await rolled(client, batch_of("p"))
+
+    run(story())
+    assert service.named("update_weights")[2:] == [(Role.TRAINER, 4, "other", "e")]
+    assert [sent.min_weights_version for _, sent, _, _ in service.named("rollout")] == [0, 4, 4]
+
+
 def test_a_batch_may_ask_for_newer_weights_than_the_client_s():
     service = Service(rollout=[[group("p")]])
     run(rolled(client_of(service), batch_of("p", min_weights_version=7)))
@@ -376,13 +392,30 @@ def test_an_adapter_that_nobody_here_has_loaded_is_an_error_and_nothing_is_loade
         await client.load_adapter("poet", "/adapters/poet")
         with pytest.raises(UnknownAdapter, match="unknown"):
             await rolled(client, adapted(*names))
-        assert len(service.named("load_adapter")) == 1
+        assert len(service.named("load_adapter")) == len(service.named("rollout")) == 1, "refused at once"
         await client.unload_adapter("poet")
         with pytest.raises(UnknownAdapter, match="unknown"):
             await rolled(client, adapted("poet"))
         assert len(service.named("load_adapter")) == 1, "it was unloaded"
 
     run(story())
+
+
+def test_a_first_version_is_loaded_again_too_and_a_client_without_adapters_loads_and_asks_nothing():
+    refusal, last = [Rejected(reason="unknown", by=RejectedBy.ADAPTER)], [group("p0")]
+    status = SimpleNamespace(adapters=())
+    service = Service(load_adapter=[adapter("poet", 1)], status=[status], rollout=[refusal, last])
+    client = client_of(service)
+
+    async def story():
+        await client.load_adapter("poet", "/adapters/poet")
+        return await rolled(client, adapted("poet"))
+
+    assert run(story()) == ["p0"] and len(service.named("load_adapter")) == 2
+    service = Service(status=[SimpleNamespace(adapters=(adapter("poet", 1),))], rollout=[refusal, last])
+    with pytest.raises(UnknownAdapter, match="unknown"):
+        run(rolled(client_of(service), adapted("poet")))
+    assert service.named("status") == [] and len(service.named("rollout")) == 1
 
 
 def test_versions_of_adapters_that_a_batch_asks_for_may_be_higher():

@@ -80,6 +80,7 @@ def test_a_sample_is_asked_for_again_after_a_loss_and_waits_for_its_quota_then_a
     service = Service(generate=[quota])
     with pytest.raises(QuotaExceeded):
         run(client_of(service).open("b").generate((1,)))
+    assert len(service.named("generate")) == 1, "refused at once"
     last = ended()
     service = Service(generate=[Lost(), quota, quota, last])
     assert run(client_of(service).open("b").generate((1,))) is last
