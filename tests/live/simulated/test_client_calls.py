@@ -37,8 +37,7 @@ CALLS = {
     "pool_detail": (),
     "drain_pool": (),
     "reset_caches": (),
-    "status": (),
-    "longest_samples": (7,),
+    "status": (7,),
     "sample_detail": ("s",),
     "sample_log": ("b/p#1",),
     "batch_log": ("b",),
@@ -61,6 +60,13 @@ def test_a_call_is_the_coordinator_s_and_so_is_its_answer(name):
     service = Service(**{name: [answer]})
     assert run(call_of(client_of(service, role="observer"), name)(*CALLS[name])) is answer
     assert service.asked == [(name, Role.OBSERVER, *CALLS[name])]
+
+
+def test_the_longest_samples_are_those_of_a_snapshot():
+    service = Service(status=[SimpleNamespace(longest=("s",), pool="p")] * 2)
+    client = client_of(service)
+    assert run(client.longest_samples(7)) == ("s",) and run(client.pool_status()) == "p"
+    assert service.asked == [("status", Role.TRAINER, 7), ("status", Role.TRAINER, 0)]
 
 
 @pytest.mark.parametrize("name", CALLS)
