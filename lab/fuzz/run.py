@@ -26,6 +26,7 @@ from tailrace.lab.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.lab.fuzz.worlds.guests import guests
 from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, racing
 from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
+from tailrace.policies.protocol.exactness import Exactness
 
 FAULTS_S = 60.0
 """Seconds of a run in which faults begin."""
@@ -44,6 +45,9 @@ LOOK_S = 5
 
 FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 """Of the files of runs; None for the system's own: a disk takes a quarter of their time."""
+
+NOISES = 0.01, 0.1, 0.5
+"""Shares of positions at which two candidates are close, at exactness `law`; bfloat16 has some thousandths."""
 
 SINGLES_SHARE = 0.3
 ADAPTED_SHARE = 0.3
@@ -78,8 +82,12 @@ class Outcome:
     seconds: float = 0.0
 
 
-def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
-    """The plan of a seed. `kinds`: of faults and oddities. `singles`: share of drivers that ask for single samples."""
+def plan_of(
+    seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE, exactness: Exactness = "bits"
+) -> RunPlan:
+    """The plan of a seed. `kinds`: of faults and oddities. `singles`: share of drivers that ask for single samples.
+    `exactness`: at `law` the same history has noise.
+    """
     odd, worlds = Oddities(seed, kinds), Worlds(seed, kinds)
     asking, adapting = Random(f"singles/{seed}"), Random(f"adapters/{seed}")
     rng = Random(f"plan/{seed}")
@@ -142,6 +150,8 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
         size = replace(size, **racing(races, size.policies))
     if world.faults or "rewards" in world.guests:
         size = replace(size, contexts=True)
+    if exactness == "law":
+        size = replace(size, noise=Random(f"noise/{seed}").choice(NOISES))
     if worlds.chosen("scarce") is not None:
         size = replace(size, kv_capacity_blocks=SCARCE_BLOCKS)
     return RunPlan(

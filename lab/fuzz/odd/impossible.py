@@ -14,8 +14,8 @@ from tailrace.app.calls.client import RolloutClient, WeightsRejected
 from tailrace.app.calls.refused import RolloutRejected
 from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, RolloutBatch, SamplingParams
 from tailrace.deployments.messages.session import SampleRequest
-from tailrace.lab.fuzz.chunks import VOCABULARY
 from tailrace.lab.fuzz.cluster import SimulatedCluster
+from tailrace.lab.fuzz.token_law import VOCABULARY
 
 REFUSED_S = 2.0
 """Seconds to a refusal by a service that nothing has happened to; a client's call has a latency of 0 here."""

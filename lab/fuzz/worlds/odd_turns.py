@@ -13,9 +13,9 @@ from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import BatchSettings
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.lab.fuzz.checks import Ledger, ResultChecks
-from tailrace.lab.fuzz.chunks import token_at
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.token_law import token_at
 from tailrace.lab.fuzz.worlds.patient import PatientSession
 from tailrace.policies.core.request_buffer import HELD
 from tailrace.policies.protocol.actions import SampleEnd
@@ -83,7 +83,7 @@ class OddTurns:
             context = (*context, *answer.sample.token_ids, *(self._rng.randrange(1, 1000) for _ in range(tool)))
 
     def _guess(self, settings: BatchSettings, name: dict, context: tuple[int, ...]) -> list[int]:
-        """The whole tokens of a turn that may not have ended, under the present weights."""
+        """The whole tokens of a turn that may not have ended, under the present weights and without noise."""
         key = sample_key(settings.seed, settings.step, name["group"], name["index"], name["turn"])
         content = next(iter(self._ledger.contents.get(self._ledger.version, {"start"})))
         mean = self._cluster.size.mean_tokens
@@ -101,7 +101,7 @@ class OddTurns:
             self._cluster.defects.append(f"{where} was answered by {answer.group}#{answer.sample.sample_index}")
         if tuple(answer.prompt_token_ids) != context:
             self._cluster.defects.append(f"{where} was answered for another prompt")
-        self._checks.check_turn(key, len(context), TOKENS, answer.sample, where)
+        self._checks.check_turn(key, context, TOKENS, answer.sample, where)
         return answer
 
     async def _again(self, session: PatientSession, context: tuple[int, ...], *about) -> SampleAnswer:
