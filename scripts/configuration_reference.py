@@ -71,7 +71,7 @@ def is_section(annotation) -> bool:
 
 def default(field) -> str:
     if field.default_factory is not None:
-        return "by device" if field.annotation is int else "empty"
+        return "empty" if field.default_factory in (dict, tuple) else "by device"
     if field.default is PydanticUndefined:
         return "required"
     if isinstance(field.default, Replicas):

@@ -13,9 +13,10 @@ def config(runner: str, method: str = "group") -> EngineConfig:
     return EngineConfig(model="m", device="gpu", model_runner=runner, draft=DraftConfig(method=method, draft_tokens=5))
 
 
-def test_the_choice_is_vllms_own_switch_and_v1_by_default():
+def test_the_choice_is_vllms_own_switch_and_v2_by_default_on_gpus():
     assert [process_settings(config(runner), None)[SWITCH] for runner in ("v1", "v2")] == ["0", "1"]
     assert process_settings(EngineConfig(model="m"), None)[SWITCH] == "0"
+    assert process_settings(EngineConfig(model="m", device="gpu"), None)[SWITCH] == "1"
 
 
 def test_a_gpu_loads_no_sampler_that_ours_replaces():

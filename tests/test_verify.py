@@ -8,11 +8,14 @@ from safetensors.numpy import save_file
 
 from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
+from tailrace.app.errors import BadInput
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
+from tailrace.lab.commands.verify import _at_level, _chosen
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
+from tailrace.lab.verification.closeness import sentences
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
 from tailrace.lab.verification.services import Service
 from tailrace.lab.verification.tokens import TOLERANCE, certificate, compare, corrupt
@@ -179,3 +182,46 @@ def test_the_adapters_are_of_the_model_s_layers_and_differ(tmp_path):
     assert adapter_digest(str(tmp_path / "0")) != adapter_digest(str(tmp_path / "1"))
     settings = json.loads((tmp_path / "0" / "adapter_config.json").read_text())
     assert settings["target_modules"] == ["q_proj", "up_proj"]
+
+
+def test_at_law_a_token_that_parts_is_counted_and_nothing_else_is_excused():
+    parted = rollout(token_ids=(10, 11, 99, 14), logprobs=(-1.0, -2.1, -3.0, -4.0))
+    result = compare(rollout(), parted, exactness="law")
+    assert (result["holds"], result["identical"], result["flips"], result["compared_tokens"]) == (True, False, 1, 7)
+    assert result["first_difference"]["what"] == "token" and result["max_logprob_difference"] == pytest.approx(0.1)
+    assert not compare(rollout(), parted)["holds"], "at bits it fails"
+    for wrong in (
+        {"token_ids": (10, 11, 12)},
+        {"finish_reason": SampleEnd.LENGTH},
+        {"logprobs": (-1.0, -2.0, float("nan"), -4.0)},
+    ):
+        assert not compare(rollout(), rollout(**wrong), exactness="law")["holds"]
+    two = [parted[0].model_copy(update={"samples": (parted[0].samples[1],)})]
+    missing = compare(rollout(), two, exactness="law")
+    assert missing["first_difference"]["what"] == "missing" and missing["flips"] == 1 and not missing["holds"]
+
+
+def test_the_certificate_at_law_has_flips_per_million_and_still_wants_what_a_run_is_for():
+    parted = rollout(token_ids=(10, 11, 99, 14), drafted_tokens=3, accepted_tokens=2)
+    rolled = {"plain": done(rollout()), "chunks_of_64": done(parted)}
+    law = certificate(rolled, exactness="law")
+    assert law["holds"] and not law["identical"]
+    assert (law["flips"], law["compared_tokens"], law["flips_per_million"]) == (1, 7, pytest.approx(1e6 / 7))
+    assert "1 samples part, of 7 tokens compared: 142857 flips per million" in sentences(law)[0]
+    bits = certificate(rolled)
+    assert not bits["holds"] and bits["flips"] == 1
+    lacking = certificate({"plain": done(rollout()), "chunks_of_64": done(rollout())}, exactness="law")
+    assert not lacking["holds"] and "drafted" in lacking["runs"][1]["first_difference"]["what"]
+
+
+def test_redraws_are_no_run_at_law():
+    assert "redrawn" not in {run.name for run in _chosen((), "law")}
+    assert {run.name for run in RUNS} - {run.name for run in _chosen((), "law")} == {"redrawn"}
+    assert _chosen((), "bits") == list(RUNS)
+    with pytest.raises(BadInput, match="--runs redrawn: redraws need exactness bits"):
+        _chosen(("redrawn",), "law")
+    file = load_config(DEFAULT_CONFIG)
+    engine = _at_level(file, "law", "bfloat16").application.args.engine
+    assert (engine.exactness, engine.dtype) == ("law", "bfloat16") and _at_level(file, None, None) is file
+    with pytest.raises(BadInput, match="redraw_close_calls: at exactness law"):
+        _at_level(with_engine(file, {"redraw_close_calls": True}), "law", None)

@@ -110,8 +110,8 @@ class RolloutSession:
 
         Takes the arguments of `generate`, and `chunk_tokens`: maximum tokens of an item, unless the sample runs
         already. Tokens that were yielded never change. The stream continues after a lost coordinator. It raises
-        StreamBroken if the weights have changed meanwhile, so that other tokens would follow. Closing the iterator ends
-        the sample.
+        StreamBroken if other tokens would follow: the weights have changed meanwhile, or the sample was made again at
+        exactness `law` and has parted. Closing the iterator ends the sample.
         """
         asked = self._request(token_ids, **{"chunk_tokens": STREAM_CHUNK_TOKENS} | request)
         async with aclosing(self._calls.stream(self.settings, asked)) as parts:

@@ -93,7 +93,7 @@ def _beyond(given: list[int], item: SampleTokens) -> SampleTokens:
     whole = item.answer.sample.token_ids[: len(given)] if item.answer else given
     if known < 0 or tuple(given[item.start : item.start + known]) != item.token_ids[:known] or [*whole] != given:
         raise StreamBroken(
-            "the coordinator was lost, and the sample has other tokens now: the weights have changed, or it has ended "
-            "early; ask for it again"
+            "the coordinator was lost, and the sample has other tokens now: the weights have changed, it has ended "
+            "early, or engines at exactness law have parted; ask for it again"
         )
     return item.beyond(len(given))

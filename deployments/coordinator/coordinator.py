@@ -54,6 +54,7 @@ from tailrace.kvpool.pool import ensure_pool
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.exactness import Exactness
 
 RECONFIGURED = ("allowed_code", "policies", "quotas")
 """Keys of `user_config`."""
@@ -69,6 +70,9 @@ class Coordinator(WatchCalls):
     _block_tokens, _drafters = 1, 0
     """Sizes for the configured policies: tokens per KV block of the engines (1: chunks end anywhere), draft models."""
 
+    _exactness: Exactness = "bits"
+    """Level of the engines."""
+
     def __init__(
         self,
         engines: DeploymentHandle,
@@ -81,7 +85,7 @@ class Coordinator(WatchCalls):
         allow_no_token: bool = False,
     ):
         require_token_mode(allow_no_token)
-        self._block_tokens, self._drafters = config.block_tokens, size.drafters
+        self._block_tokens, self._drafters, self._exactness = config.block_tokens, size.drafters, config.exactness
         keep_serve_port_on_node()
         here, nonce = serve.get_replica_context(), token_hex(3)
         app_name, name = here.app_name, here.replica_id.unique_id
@@ -140,6 +144,7 @@ class Coordinator(WatchCalls):
         allow_code(*user_config.get("allowed_code", ()))
         self._rollouts.deliveries.quotas = Quotas(**user_config.get("quotas", {}))
         self._rollouts.core_holder.set_limits(self._limits)
+        self._rollouts.core_holder.set_exactness(self._exactness)
         policies = Policies(**user_config.get("policies", {})).sized(self._block_tokens, self._drafters)
         self._rollouts.core_holder.set_policies(policies)
 

@@ -12,6 +12,7 @@ from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicaJoined
+from tailrace.policies.protocol.exactness import Exactness
 
 
 class CoreHolder:
@@ -20,6 +21,7 @@ class CoreHolder:
     def __init__(self, policies: Policies):
         self.present = RolloutCore(policies)
         self._policies, self._limits, self._kind = policies, None, RolloutCore
+        self._exactness: Exactness = "bits"
         self._due = False
         self._journal_until_s: float | None = None  # None: no driver wants a journal
 
@@ -39,6 +41,10 @@ class CoreHolder:
     def set_limits(self, limits: Limits | None) -> None:
         """Sets the minimum and maximum number of engine replicas; None if the number is fixed."""
         self._limits, self._due = limits, True
+
+    def set_exactness(self, exactness: Exactness) -> None:
+        """Sets the engines' level of exactness."""
+        self._exactness, self._due = exactness, True
 
     def journal(self, on: bool, now: float) -> str | None:
         """Turns journaling on or off for the next core. Returns the present core's journal, or None if it has none.
@@ -78,6 +84,7 @@ class CoreHolder:
 
     def restart(self, joined: Iterable[ReplicaJoined]) -> None:
         """Starts a new core that knows these replicas and no batch."""
-        self.present = self._kind(self._policies, self.present.replicas.weights_version, self._limits)
+        version = self.present.replicas.weights_version
+        self.present = self._kind(self._policies, version, self._limits, self._exactness)
         for event in joined:
             self.present.observe(event)

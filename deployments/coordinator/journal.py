@@ -19,6 +19,7 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import Action
 from tailrace.policies.protocol.events import Event, Tick
+from tailrace.policies.protocol.exactness import Exactness
 
 FORMAT = 1
 
@@ -38,10 +39,16 @@ class Decision(NamedTuple):
 class JournaledCore(RolloutCore):
     """A core that records its events and actions. An illegal event changes nothing and is not recorded."""
 
-    def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
-        super().__init__(policies, weights_version, limits)
-        self._began_at, self._limits, self._entries, self._dropped = weights_version, limits, [], 0
-        self._stopped = False
+    def __init__(
+        self,
+        policies: Policies,
+        weights_version: int = 0,
+        limits: Limits | None = None,
+        exactness: Exactness = "bits",
+    ):
+        super().__init__(policies, weights_version, limits, exactness)
+        self._began_at, self._limits, self._exactness = weights_version, limits, exactness
+        self._entries, self._dropped, self._stopped = [], 0, False
 
     def observe(self, event: Event) -> None:
         super().observe(event)
@@ -59,6 +66,7 @@ class JournaledCore(RolloutCore):
             "policies": self.policies.model_dump(mode="json"),
             "weights_version": self._began_at,
             "limits": self._limits,
+            "exactness": self._exactness,
             "dropped": self._dropped,
         }
         return "".join(json.dumps(line) + "\n" for line in (header, *map(_line, self._entries)))
@@ -87,13 +95,14 @@ def _named(value: Event | Action | Tick) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """A journal that was read back. `limits`: see `RolloutCore`. `dropped`: number of entries that came after the last
-    of these and were not kept.
+    """A journal that was read back. `limits`, `exactness`: see `RolloutCore`. `dropped`: number of entries that came
+    after the last of these and were not kept.
     """
 
     policies: Policies
     weights_version: int
     limits: Limits | None
+    exactness: Exactness
     dropped: int
     entries: tuple[Event | Decision, ...]
 
@@ -115,15 +124,20 @@ def read_journal(lines: Iterable[str]) -> Journal:
     return Journal(*header, tuple(entries))
 
 
-def _header(data: dict) -> tuple[Policies, int, Limits | None, int]:
-    if set(data) != {"journal", "policies", "weights_version", "limits", "dropped"} or data["journal"] != FORMAT:
+HEADER = {"journal", "policies", "weights_version", "limits", "exactness", "dropped"}
+
+
+def _header(data: dict) -> tuple[Policies, int, Limits | None, Exactness, int]:
+    data = {"exactness": "bits"} | data  # older journals know no other level
+    if set(data) != HEADER or data["journal"] != FORMAT or data["exactness"] not in get_args(Exactness):
         raise ValueError(f"a header of format {FORMAT} is needed")
     for family, policy in data["policies"].items():
         module, colon, _ = (policy if isinstance(policy, str) else policy.get("type", "")).partition(":")
         if colon and module not in sys.modules:
             raise ValueError(f"policies.{family} is of module {module}; a journal imports no code, import it first")
     limits = None if data["limits"] is None else Limits(*map(int, data["limits"]))
-    return Policies(**data["policies"]), int(data["weights_version"]), limits, int(data["dropped"])
+    versions = int(data["weights_version"]), limits, data["exactness"], int(data["dropped"])
+    return Policies(**data["policies"]), *versions
 
 
 def _entry(data: dict) -> Event | Decision:
@@ -174,7 +188,7 @@ def replay(journal: Journal) -> Difference | None:
     """Replays a journal on a fresh core. Returns the first difference, or None if all answers are the same. Raises
     IllegalEvent for an event that is impossible after this core's decisions.
     """
-    core = RolloutCore(journal.policies, journal.weights_version, journal.limits)
+    core = RolloutCore(journal.policies, journal.weights_version, journal.limits, journal.exactness)
     for line, entry in enumerate(journal.entries, start=2):
         if not isinstance(entry, Decision):
             core.observe(entry)

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tailrace.deployments.declared_fields import declared_fields, fitted
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.keyed_error import KeyedError
+from tailrace.deployments.vllm_exact.attention import check_invariant
+from tailrace.policies.protocol.exactness import Exactness
 from tailrace.policies.protocol.file_keys import without_constants
 
 ENGINE_ARGS = ("vllm", "engine/arg_utils.py", "EngineArgs")
@@ -37,6 +39,18 @@ def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 BLOCK_TOKENS = {"cpu": 32, "gpu": 16}
 """Tokens per KV block, by device: with 32, a pull from the pool on a CPU has half as many pieces; 16 is vLLM's own."""
+
+
+EXACTNESS: dict[str, Exactness] = {"cpu": "bits", "gpu": "law"}
+"""Level by device: batch-invariant kernels took 31 to 58 % of a GPU's tokens a second in others' measurements; on a CPU
+float32 is exact and costs nothing (docs/exactness.md).
+"""
+
+
+def usual_runner(given: dict[str, Any]) -> str:
+    """Returns vLLM's model runner for these settings: V2, its default, on GPUs, unless V2 lacks their draft method."""
+    draft = given.get("draft")
+    return "v1" if given.get("device") != "gpu" or (draft and draft.method == "suffix") else "v2"
 
 
 INDEX_MIB = 32
@@ -86,6 +100,7 @@ class EngineConfig(BaseModel):
         "model",
         "device",
         "dtype",
+        "exactness",
         "max_model_len",
         "max_running",
         "max_batched_tokens",
@@ -102,6 +117,10 @@ class EngineConfig(BaseModel):
     device: Literal["cpu", "gpu"] = Field("cpu", description="what the engine runs on")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="type of weights and KV; on a CPU float32 alone is exact: docs/exactness.md"
+    )
+    exactness: Exactness = Field(
+        default_factory=lambda given: EXACTNESS[given.get("device", "cpu")],
+        description="law: the fastest kernels; bits: a second run has the same tokens; docs/exactness.md",
     )
     max_model_len: int = Field(4096, ge=16, description="longest prompt plus answer, in tokens")
     max_running: int = Field(16, ge=1, description="maximum chunks in one engine step (vLLM max_num_seqs)")
@@ -123,7 +142,7 @@ class EngineConfig(BaseModel):
     )
     draft: DraftConfig = DraftConfig()
     model_runner: Literal["v1", "v2"] = Field(
-        "v1",
+        default_factory=usual_runner,
         description="vLLM's model runner (VLLM_USE_V2_MODEL_RUNNER); v2 on GPUs alone, docs/exactness.md",
     )
     vllm_args: dict[str, Any] = Field(
@@ -140,6 +159,18 @@ class EngineConfig(BaseModel):
             if ours.get(key):
                 mend = "set kv_cache_gib instead" if key == "kv_cache_memory_bytes" else "remove it"
                 raise KeyedError(f"vllm_args.{key}", f"the engine sets it itself; {mend}")
+        return self
+
+    @model_validator(mode="after")
+    def _level_fits(self) -> "EngineConfig":
+        if self.exactness == "law" and self.redraw_close_calls:
+            raise KeyedError(
+                "redraw_close_calls",
+                "at exactness law it would draw from two computations, so from the law of neither; remove it, or "
+                "write exactness: bits",
+            )
+        if self.exactness == "bits" and self.device == "gpu":
+            check_invariant(self.vllm_args)
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
+from tailrace.deployments.vllm_exact.attention import invariant_arguments
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
 from tailrace.kvpool.config import BUFFER_MIB, PoolEndpoint
@@ -118,7 +119,7 @@ def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str,
         "PYTHONHASHSEED": "0",  # vLLM seeds its block hashes with it; they must agree between replicas
     }
     if config.device == "gpu":
-        settings["VLLM_BATCH_INVARIANT"] = "1"  # logits must not depend on the batch
+        settings["VLLM_BATCH_INVARIANT"] = "1" if config.exactness == "bits" else "0"
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # V1 would import FlashInfer for a sampler that ours replaces
     if cores is not None:
         each = max(1, len(cores) // config.tensor_parallel)
@@ -157,7 +158,15 @@ def engine_arguments(config: EngineConfig) -> dict:
         ours["speculative_config"] = speculation
     if taken := sorted(ours.keys() & config.vllm_args.keys()):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
-    return ours | config.vllm_args | adapter_arguments(config.vllm_args)
+    return ours | config.vllm_args | attention_arguments(config) | adapter_arguments(config.vllm_args)
+
+
+def attention_arguments(config: EngineConfig) -> dict:
+    """Returns the arguments that choose the attention backend: at `exactness: bits` on GPUs an invariant one, else
+    vLLM's choice.
+    """
+    invariant = config.device == "gpu" and config.exactness == "bits"
+    return invariant_arguments(config.vllm_args) if invariant else {}
 
 
 def adapter_arguments(given: dict) -> dict:
@@ -190,7 +199,7 @@ def transfer_config(config: EngineConfig, pool: PoolEndpoint):
     """Returns vLLM's KVTransferConfig: Tailrace's connector, its deadlines, a name space for this model only."""
     from vllm.config import KVTransferConfig
 
-    shape = (config.dtype, config.block_tokens, config.tensor_parallel, pool.config.block_check)
+    shape = (config.dtype, config.block_tokens, config.tensor_parallel, pool.config.block_check, config.exactness)
     return KVTransferConfig(
         kv_connector="PoolConnector",
         kv_connector_module_path="tailrace.kvpool.connector",

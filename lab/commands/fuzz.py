@@ -21,13 +21,20 @@ from tailrace.app.errors import BadInput, Failed
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep outcomes here, and continue from it."
 )
+@click.option(
+    "--exactness",
+    type=click.Choice(["bits", "law"]),
+    default="bits",
+    show_default=True,
+    help="law: two candidates are close at a share of positions, and each attempt takes one.",
+)
 @click.option("--shorten", is_flag=True, help="Print the shortest schedule that still fails, of the first failure.")
 @click.option("--engine", is_flag=True, help="Fuzz a real engine with odd requests instead; see the other options.")
 @click.option("--minutes", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="Of --engine.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of --engine's requests.")
 @click.option("--request", "requests", multiple=True, metavar="JSON", help="Of --engine: run these alone, one round.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, requests, as_json):
+def command(seeds, first, kinds, workers, out, exactness, shorten, engine, minutes, seed, requests, as_json):
     """Run the real coordinator, engine loops and client over simulated engines, with faults by seed.
 
     Each seed is one history: replicas die, hang and lie, drivers vanish, coordinators restart, weights change. Every
@@ -53,10 +60,10 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
     unknown = next((kind for kind in chosen if kind not in known), None)
     if unknown is not None:
         raise BadInput(f"--kinds {unknown}: known: {', '.join(known)}")
-    result = _run(range(first, first + seeds), chosen, workers, out)
+    result = _run(range(first, first + seeds), chosen, workers, out, exactness)
     failures = result["failures"]
     if failures and shorten:
-        for line in described(shortened(plan_of(min(failures), chosen))):
+        for line in described(shortened(plan_of(min(failures), chosen, exactness=exactness))):
             click.echo(line, err=True)
     if as_json:
         click.echo(json.dumps(result))
@@ -66,7 +73,8 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
         raise Failed(f"{len(failures)} of {seeds} seeds fail; the first: {min(failures)}")
 
 
-OF_SEEDS, OF_ENGINE = ("seeds", "first", "kinds", "workers", "out", "shorten"), ("minutes", "seed", "requests")
+OF_SEEDS = ("seeds", "first", "kinds", "workers", "out", "exactness", "shorten")
+OF_ENGINE = ("minutes", "seed", "requests")
 """Options of a run without and with --engine, by their names in `command`."""
 
 
@@ -79,17 +87,17 @@ def _check_options(engine: bool) -> None:
             raise BadInput(f"{option} is {'not' if engine else 'only'} for runs with --engine; remove one of them")
 
 
-def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | None) -> dict:
+def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | None, exactness: str) -> dict:
     """Runs the seeds that are not in `out` yet. Returns the report of all of them."""
     from tailrace.lab.fuzz.campaign import campaign
     from tailrace.lab.fuzz.outcomes_file import OutcomeLine, OutcomesFile, code_digest
 
-    file = OutcomesFile(out, code_digest(), kinds) if out is not None else None
+    file = OutcomesFile(out, code_digest(), kinds, exactness) if out is not None else None
     lines = [line for seed, line in file.lines.items() if seed in seeds] if file is not None else []
     done, began_s = {line.seed for line in lines}, time.monotonic()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("seeds", total=len(seeds), completed=len(done))
-        for outcome in campaign((seed for seed in seeds if seed not in done), kinds, workers):
+        for outcome in campaign((seed for seed in seeds if seed not in done), kinds, workers, exactness):
             lines.append(line := OutcomeLine.of(outcome))
             if file is not None:
                 file.add(line)

@@ -1,14 +1,19 @@
-"""`tailrace verify`: exit 0 when scheduling changed no token, 1 with sample and position when it did."""
+"""`tailrace verify`: exit 0 when scheduling changed no token, 1 with sample and position when it did.
+
+At exactness `law` tokens that part are counted, and exit 1 is for all else.
+"""
 
 import json
 from pathlib import Path
 
 import click
+from pydantic import ValidationError
 
 from tailrace.app.allow_code import allow_code_option
-from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.files.prompts import read_prompts
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.lab.demo import PROMPTS
 
 
@@ -31,18 +36,24 @@ from tailrace.lab.demo import PROMPTS
 )
 @click.option("--runs", "names", multiple=True, metavar="NAME",
               help="Only the reference and this run; may be repeated.")  # fmt: skip
+@click.option("--exactness", type=click.Choice(["bits", "law"]), default=None, show_default="as configured",
+              help="law: count the tokens that differ, instead of failing.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default=None,
+              show_default="as configured", help="Of weights and KV.")  # fmt: skip
 @click.option("--train", is_flag=True, help="The certificate of learning instead: whole training steps, to the bit.")
 @click.option("--steps", type=click.IntRange(min=4), default=6, show_default=True, help="Of --train.")
 @click.option("--corrupt", "corrupted", is_flag=True,
               help="Change one token of the last run, or the order of gradients: the check must fail.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The certificate as one JSON object, the last line of stdout.")
-def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, train, steps, corrupted, as_json):
+def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, exactness, dtype, train, steps,
+            corrupted, as_json):  # fmt: skip
     """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no stale KV is read.
 
     The whole check takes about half an hour on two cores, mainly for decoding; fewer or shorter samples take less.
     """
     _refuse_options_of_the_other_certificate(click.get_current_context(), train)
-    file = load_config(config)
+    file = _at_level(load_config(config), exactness, dtype)
+    exactness = file.application.args.engine.exactness
 
     def say(text: str) -> None:
         click.echo(text, err=True)
@@ -57,19 +68,23 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     from tailrace.deployments.messages.rollout import RolloutBatch
     from tailrace.lab.verification.tokens import certificate, corrupt, roll_all
 
-    runs = _chosen(names)
+    runs = _chosen(names, exactness)
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
 
-    result = {"identical": True, "runs": []}
+    result = {"exactness": exactness, "identical": True, "holds": True, "runs": []}
     if only != "update":
         rolled = roll_all(file, batch, runs, say)
         if corrupted:
             last = rolled[runs[-1].name]
             last["groups"] = corrupt(last["groups"])
-        result = certificate(rolled, file.application.args.engine.close_call_tolerance)
+        result = certificate(rolled, file.application.args.engine.close_call_tolerance, exactness)
     if only != "runs":
         update = _update(file, batch, kv_on_update, say)
-        result |= {"update": update, "identical": result["identical"] and update["identical"]}
+        update["holds"] = update["identical"] or (
+            exactness == "law" and update["samples"] > 0 and not update["old_kv_hit_tokens"]
+        )
+        both = {key: result[key] and update[key] for key in ("identical", "holds")}
+        result |= {"update": update} | both
     if as_json:
         click.echo(json.dumps(result))
     else:
@@ -77,7 +92,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     _fail_where_it_differs(result)
 
 
-OF_TOKENS = ("prompts", "samples", "max_tokens", "seed", "kv_on_update", "only", "names")
+OF_TOKENS = ("prompts", "samples", "max_tokens", "seed", "kv_on_update", "only", "names", "exactness", "dtype")
 """Options of the certificate of tokens only."""
 
 
@@ -89,15 +104,29 @@ def _refuse_options_of_the_other_certificate(context: click.Context, train: bool
             raise BadInput(f"{parameter.opts[0]}: {fault}; leave it out")
 
 
-def _chosen(names: tuple[str, ...]) -> list:
-    """Returns the runs with these names, after their references; all if none is named."""
+def _at_level(file: ServeFile, exactness: str | None, dtype: str | None) -> ServeFile:
+    """Returns the configuration with the level and the type that were given. Raises BadInput if it cannot have them."""
+    changes = {name: value for name, value in (("exactness", exactness), ("dtype", dtype)) if value is not None}
+    engine = file.application.args.engine
+    try:
+        EngineConfig.model_validate(engine.model_dump(exclude={"draft"}) | {"draft": engine.draft} | changes)
+    except ValidationError as error:
+        raise BadInput(f"engine: {error.errors()[0]['msg']}") from error
+    return with_engine(file, changes) if changes else file
+
+
+def _chosen(names: tuple[str, ...], exactness: str) -> list:
+    """Returns the runs with these names, after their references; all that the level allows if none is named."""
     from tailrace.lab.verification.runs import RUNS
 
     known = [run.name for run in RUNS]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise BadInput(f"--runs {unknown}: known: {', '.join(known)}")
-    wanted = [run for run in RUNS if not names or run.name in names]
+    redrawn = [run.name for run in RUNS if ("redraw_close_calls", True) in run.service.engine]
+    if exactness == "law" and (refused := next((name for name in names if name in redrawn), None)) is not None:
+        raise BadInput(f"--runs {refused}: redraws need exactness bits; leave it out")
+    wanted = [run for run in RUNS if run.name in names or not (names or (exactness == "law" and run.name in redrawn))]
     kinds = {RUNS[0].kind, *(run.kind for run in wanted)}
     references = [next(run for run in RUNS if run.kind == kind) for kind in kinds]
     return [run for run in RUNS if run in wanted or run in references]
@@ -117,7 +146,7 @@ def _update(file, batch, kv_on_update, say) -> dict:
 
 
 def _fail_where_it_differs(result: dict) -> None:
-    wrong = next((run for run in result["runs"] if not run["identical"]), None)
+    wrong = next((run for run in result["runs"] if not run["holds"]), None)
     if wrong is not None:
         at = wrong["first_difference"]
         raise Failed(
@@ -125,13 +154,24 @@ def _fail_where_it_differs(result: dict) -> None:
             f"position {at['position']}: {at['what']}"
         )
     update = result.get("update")
-    if update is not None and not update["identical"]:
+    if update is not None and not update["holds"]:
         at = update["first_difference"]
         where = f"; first at prompt {at['prompt_id']!r}, position {at['position']}" if at else ""
         raise Failed(
             f"after the update {update['samples']} samples continued, {update['old_kv_hit_tokens']} tokens of old KV "
             f"were read, and tokens {'differ' if at else 'agree'}{where}"
         )
+
+
+COLUMNS = (
+    "run", "seconds", "drafting", "identical", "flips", "chunked", "moved", "pulled", "raced", "drafted", "by_model",
+    "accepted", "noise", "close", "redrawn", "note",
+)  # fmt: skip
+SHOWN_KEYS = (
+    "name", "seconds", "drafting", "identical", "flips", "chunked_share", "moved_samples", "pulled_tokens", "races",
+    "drafted_tokens", "model_tokens", "accepted_share",
+)  # fmt: skip
+"""Columns of the table, and the keys of a run that fill the first of them."""
 
 
 def _print(result: dict) -> None:
@@ -145,15 +185,10 @@ def _print(result: dict) -> None:
     if not result["runs"]:
         return
     table = Table(title=f"{result['samples']} samples, {result['tokens']} tokens")
-    columns = (
-        "run seconds drafting identical chunked moved pulled raced drafted by_model accepted noise close redrawn note"
-    )
-    for column in columns.split():
+    for column in COLUMNS:
         table.add_column(column.replace("_", " "))
     for run in result["runs"]:
-        kept = ("name", "seconds", "drafting", "identical", "chunked_share", "moved_samples", "pulled_tokens", "races")
-        kept += ("drafted_tokens", "model_tokens", "accepted_share")
-        cells = [run[key] for key in kept]
+        cells = [run[key] for key in SHOWN_KEYS]
         sure = (f"{run['max_logprob_difference']:.1e}", str(run["close_calls"]), str(run["redraws"]))
         table.add_row(*map(str, cells), *sure, run["note"] or "")
     Console().print(table)

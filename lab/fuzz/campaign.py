@@ -12,16 +12,19 @@ from multiprocessing import get_context
 from tailrace.lab.fuzz.odd.plan import PLAIN
 from tailrace.lab.fuzz.run import SINGLES_SHARE, Outcome, RunPlan, plan_of, run
 from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
+from tailrace.policies.protocol.exactness import Exactness
 
 BATCH = 8
 """Number of seeds that a process runs in a row."""
 
 
-def campaign(seeds: Iterable[int], kinds: tuple[str, ...], workers: int | None = None) -> Iterator[Outcome]:
+def campaign(
+    seeds: Iterable[int], kinds: tuple[str, ...], workers: int | None = None, exactness: Exactness = "bits"
+) -> Iterator[Outcome]:
     """Runs all seeds, with faults of these kinds. Yields outcomes in no order."""
     pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"))
     try:
-        for job in as_completed([pool.submit(_run_all, several, kinds) for several in _batches(seeds)]):
+        for job in as_completed([pool.submit(_run_all, several, kinds, exactness) for several in _batches(seeds)]):
             yield from job.result()
     finally:
         pool.shutdown(cancel_futures=True)  # not by `with`, which shuts down again and cancels nothing
@@ -33,17 +36,19 @@ def _batches(seeds: Iterable[int]) -> Iterator[tuple[int, ...]]:
         yield several
 
 
-def _run_all(seeds: tuple[int, ...], kinds: tuple[str, ...]) -> list[Outcome]:
+def _run_all(seeds: tuple[int, ...], kinds: tuple[str, ...], exactness: Exactness) -> list[Outcome]:
     logging.disable(logging.ERROR)  # contained errors are expected here
     gc.collect()
     gc.freeze()  # each run collects its own garbage; the modules need not be looked at again
     gc.set_threshold(50_000)  # and at its end: in between, 700 allocations are too few to look for it
-    return [outcome_of(seed, kinds) for seed in seeds]
+    return [outcome_of(seed, kinds, exactness=exactness) for seed in seeds]
 
 
-def outcome_of(seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE) -> Outcome:
+def outcome_of(
+    seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE, exactness: Exactness = "bits"
+) -> Outcome:
     """Runs one seed, see `plan_of`. Returns its outcome; an exception of the simulation itself is a failure, too."""
-    plan = plan_of(seed, kinds, singles)
+    plan = plan_of(seed, kinds, singles, exactness)
     try:
         return run(plan)
     except Exception as error:  # noqa: BLE001 - the edge of a run: the seed is named, the others continue
@@ -54,6 +59,7 @@ def described(plan: RunPlan) -> list[str]:
     """Returns a plan in lines, for people."""
     size = plan.size
     lines = [f"seed {plan.seed}: {size.replicas} replicas, limits {size.limits}, policies {size.policies}"]
+    lines += [f"  noise at {size.noise:.0%} of positions"] if size.noise else []
     for d in plan.drivers:
         odd = [kind for kind in ("hasty", "impossible", "grows", "overtakes") if getattr(d, kind)]
         work = f"{d.steps} steps of {d.groups} x {d.samples} x {d.max_tokens}"

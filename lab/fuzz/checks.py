@@ -3,13 +3,15 @@
 Invariant: a result that no run may give raises `Wrong`, in one line. Called by `drivers`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
-from tailrace.lab.fuzz.chunks import EOS, logprob_of, token_at
+from tailrace.lab.fuzz.chunks import logprob_of
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.lab.fuzz.disk import adapted, digest_of
+from tailrace.lab.fuzz.token_law import EOS, TAIL
 from tailrace.policies.core.failures import MAX_LOST, MAX_LOST_ALONE
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -67,11 +69,10 @@ class ResultChecks:
             raise Wrong(f"{where}: {len(tokens)} tokens, {len(sample.logprobs)} logprobs, segments {spans}")
         key = sample_key(batch.seed, batch.step, group.prompt_id, sample.sample_index)
         for segment in sample.segments:
-            place = len(group.token_ids) + segment.start
             own = digest_of(f"{group.adapter}-{batch.step}") if group.adapter else ""
             if segment.adapter_digest != own:
                 raise Wrong(f"{where}: tokens {segment.start} on are of adapter {segment.adapter_digest}, not {own}")
-            self._segment(key, place, tokens[segment.start : segment.end], segment, where)
+            self._segment(key, group.token_ids, tokens, segment, where)
         logprobs = list(map(logprob_of, tokens))
         if list(sample.logprobs) != logprobs or list(sample.raw_logprobs) != [2 * one for one in logprobs]:
             raise Wrong(f"{where}: logprobs are not those of its tokens")
@@ -88,7 +89,7 @@ class ResultChecks:
         if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and not excused:
             raise Wrong(f"{where}: given up: {sample.error}")
 
-    def check_turn(self, key: int, prompt_tokens: int, max_tokens: int, sample: SampleResult, where: str) -> None:
+    def check_turn(self, key: int, prompt: Sequence[int], max_tokens: int, sample: SampleResult, where: str) -> None:
         """Checks one turn of a sample by its own key: tokens, their logprobs and its end."""
         tokens = sample.token_ids
         spans = [(segment.start, segment.end) for segment in sample.segments]
@@ -97,8 +98,7 @@ class ResultChecks:
         if (spans[-1][1] if spans else 0) != len(tokens):
             raise Wrong(f"{where}: {len(tokens)} tokens, segments {spans}")
         for segment in sample.segments:
-            place = prompt_tokens + segment.start
-            self._segment(key, place, tokens[segment.start : segment.end], segment, where)
+            self._segment(key, prompt, tokens, segment, where)
         if list(sample.logprobs) != list(map(logprob_of, tokens)):
             raise Wrong(f"{where}: logprobs are not those of its tokens")
         if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != max_tokens:
@@ -106,16 +106,19 @@ class ResultChecks:
         if sample.finish_reason is SampleEnd.CANCELLED:
             raise Wrong(f"{where}: cancelled without a request")
 
-    def _segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:
-        version, mean, own = segment.weights_version, self._cluster.size.mean_tokens, segment.adapter_digest
+    def _segment(self, key: int, prompt: Sequence[int], tokens: Sequence[int], segment, where: str) -> None:
+        """Checks that weights of the segment's version may have drawn its tokens after those before it."""
+        version, own, law = segment.weights_version, segment.adapter_digest, self._cluster.size.law
+        whole, start, end = [*prompt, *tokens], len(prompt) + segment.start, len(prompt) + segment.end
+        places = [(at, whole[max(0, at - TAIL) : at], whole[at]) for at in range(start, end)]
         fits = {
             content
             for content in self._ledger.offered.get(version, ())
-            if all(token_at(key, adapted(content, own), place + i, mean) == token for i, token in enumerate(tokens))
+            if all(token in law.candidates(key, adapted(content, own), at, tail) for at, tail, token in places)
         }
         if not fits:
             raise Wrong(f"{where}: tokens {segment.start} to {segment.end} are not those of weights {version}")
-        if len(tokens) >= 8:  # else two contents may agree by chance
+        if len(places) >= 8:  # else two contents may agree by chance
             known = self._ledger.contents.setdefault(version, fits)
             self._ledger.contents[version] = known & fits or fits
             if not known & fits and not self._cluster.forgetful:

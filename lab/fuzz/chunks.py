@@ -3,10 +3,10 @@
 Invariant: tokens and names are functions of key, content and position alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
+from itertools import count, islice
 
 import numpy as np
 
@@ -14,26 +14,12 @@ from tailrace.deployments.messages.adapters import digest_of as digest_of_adapte
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
+from tailrace.lab.fuzz.token_law import EOS, TAIL, VOCABULARY, TokenLaw
 from tailrace.policies.protocol.events import ChunkEnd
 
-VOCABULARY, EOS = 1000, 0
 BLOCK_TOKENS = 16
-PIECE = 16
-"""Number of tokens that one hash gives."""
 
 KEY_PREFIX = f"{PREFIX}-0123456789abcdef"
-
-
-@lru_cache(maxsize=1 << 14)
-def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ...]:
-    raw = blake2b(f"{key}/{digest}/{index}".encode(), digest_size=4 * PIECE).digest()
-    drawn = np.frombuffer(raw, np.uint32)
-    return tuple(np.where(drawn % mean_tokens == 0, EOS, 1 + drawn % (VOCABULARY - 1)).tolist())
-
-
-def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
-    """Returns the token at a position of the sample `key`, prompt included, under weights of content `digest`."""
-    return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
 
 
 def logprob_of(token: int | np.ndarray) -> float | np.ndarray:
@@ -49,8 +35,12 @@ def reward_of(tokens: Iterable[int]) -> float:
 
 @dataclass
 class RunningChunk:
+    """`content`: of the weights and adapter it runs under. `attempt`: name of this computation of the sample."""
+
     chunk: ChunkRequest
     content: str
+    law: TokenLaw
+    attempt: str
     cached_tokens: int = 0
     raises_at: int | None = None  # position whose token no step can make
     waited_steps: int = 0  # in a row, for the search of a culprit
@@ -60,15 +50,22 @@ class RunningChunk:
         """Returns the number of tokens that a step may make."""
         return min(step_tokens, self.chunk.max_tokens - len(self.tokens))
 
-    def is_fatal(self, mean_tokens: int, step_tokens: int) -> bool:
+    def ahead(self) -> Iterator[int]:
+        """Yields the tokens that follow those made so far, without end."""
+        tail, position = [*self.chunk.token_ids[-TAIL:], *self.tokens[-TAIL:]][-TAIL:], len(self.chunk.token_ids)
+        for place in count(position + len(self.tokens)):
+            token = self.law.draw(self.chunk.sample_key, self.content, place, tail, self.attempt)
+            tail = [*tail, token][-TAIL:]
+            yield token
+
+    def is_fatal(self, step_tokens: int) -> bool:
         """Returns whether the next step raises because of this chunk."""
         if self.raises_at is None:
             return False
         start = len(self.chunk.token_ids) + len(self.tokens)
         if self.raises_at >= start + self.possible(step_tokens):
             return False
-        before = range(start, self.raises_at)
-        return EOS not in (token_at(self.chunk.sample_key, self.content, place, mean_tokens) for place in before)
+        return EOS not in islice(self.ahead(), max(0, self.raises_at - start))
 
 
 def result_of(

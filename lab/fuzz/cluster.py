@@ -18,7 +18,6 @@ from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.lab.fuzz.actors import SimulatedMaster
-from tailrace.lab.fuzz.chunks import VOCABULARY
 from tailrace.lab.fuzz.disk import Disk, digest_of
 from tailrace.lab.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.lab.fuzz.lines import SimulatedLines
@@ -27,6 +26,7 @@ from tailrace.lab.fuzz.odd.culprits import MAX_WAIT_STEPS, Culprits
 from tailrace.lab.fuzz.replica import ILLEGAL_ACCESS, SimulatedReplica
 from tailrace.lab.fuzz.shards import SimulatedShards, config_of
 from tailrace.lab.fuzz.stepper import SimulatedStepper
+from tailrace.lab.fuzz.token_law import VOCABULARY, TokenLaw
 from tailrace.lab.fuzz.virtual_time import Process
 from tailrace.lab.fuzz.worlds.quota_account import AccountedDoor, QuotaAccount
 from tailrace.lab.fuzz.worlds.watched_core import WatchedCore
@@ -59,6 +59,11 @@ class Size:
     quotas: dict = field(default_factory=dict)
     methods: tuple[str, ...] = ()  # of drafts, that replicas offer
     draft_tokens: int = 0
+    noise: float = 0.0
+
+    @property
+    def law(self) -> TokenLaw:
+        return TokenLaw(self.mean_tokens, self.noise)
 
 
 class Numbers:
@@ -177,7 +182,7 @@ class SimulatedCluster:
         stepper = SimulatedStepper(
             replica_id=name,
             disk=self.disk,
-            mean_tokens=self.size.mean_tokens,
+            law=self.size.law,
             step_tokens=self.size.step_tokens,
             kv_capacity_blocks=self.size.kv_capacity_blocks,
             pool=self.master,
@@ -257,6 +262,7 @@ class SimulatedCluster:
         coordinator = process.run(SimulatedCoordinator, *parts)
         coordinator.rollouts.core_holder._kind = partial(WatchedCore, self.defects)
         coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
+        coordinator._exactness = "law" if self.size.noise else "bits"
         configuration = {"policies": self.policies.model_dump(), "quotas": self.size.quotas}
         await process.spawn(coordinator.reconfigure(configuration))
         return coordinator

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.files.lines_file import LinesFile
+from tailrace.policies.protocol.exactness import Exactness
 
 if TYPE_CHECKING:  # it imports Ray, which reading a file does not need
     from tailrace.lab.fuzz.run import Outcome
@@ -28,6 +29,7 @@ class OutcomesHead(BaseModel):
 
     code: str
     kinds: tuple[str, ...]
+    exactness: Exactness = "bits"
 
 
 class OutcomeLine(BaseModel):
@@ -66,16 +68,17 @@ class OutcomesFile:
     """The file of a campaign. `lines`: by seed. Raises BadInput if the file has other code (see `code_digest`) or other
     kinds of faults."""
 
-    def __init__(self, path: Path, code: str, kinds: Iterable[str]):
+    def __init__(self, path: Path, code: str, kinds: Iterable[str], exactness: Exactness = "bits"):
         self.lines: dict[int, OutcomeLine] = {}
         self._path, self._found = path, None
         self._file = LinesFile(path, "an outcome of `tailrace fuzz`", ("code", "kinds"), ("seed", "problem"))
         self._file.read(self._take)
-        head = OutcomesHead(code=code, kinds=sorted(kinds))
+        head = OutcomesHead(code=code, kinds=sorted(kinds), exactness=exactness)
         if self._found is None:
             self._append(head)
         elif self._found != head:
-            other = "code" if self._found.code != head.code else "kinds of faults"
+            names = {"code": "code", "kinds": "kinds of faults", "exactness": "exactness"}
+            other = next(said for name, said in names.items() if getattr(self._found, name) != getattr(head, name))
             raise BadInput(f"{path}: its outcomes are of other {other}; remove it or give another --out")
 
     def _take(self, line: dict) -> None:

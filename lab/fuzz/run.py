@@ -26,6 +26,7 @@ from tailrace.lab.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.lab.fuzz.worlds.guests import guests
 from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, racing
 from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
+from tailrace.policies.protocol.exactness import Exactness
 
 FAULTS_S = 60.0
 """Seconds of a run in which faults begin."""
@@ -45,6 +46,9 @@ LOOK_S = 5
 
 FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 """Folder of the files of runs; None for the system's own. On a disk they take a quarter of the time of a run."""
+
+NOISES = 0.01, 0.1, 0.5
+"""Shares of positions at which two candidates are close, at exactness `law`; bfloat16 has some thousandths."""
 
 SINGLES_SHARE = 0.3
 ADAPTED_SHARE = 0.3
@@ -79,7 +83,9 @@ class Outcome:
     seconds: float = 0.0
 
 
-def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
+def plan_of(
+    seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE, exactness: Exactness = "bits"
+) -> RunPlan:
     """Returns the plan of a seed. `kinds`: kinds of faults and oddities. `singles`: share of drivers that request
     single samples."""
     odd, worlds = Oddities(seed, kinds), Worlds(seed, kinds)
@@ -144,6 +150,8 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
         size = replace(size, **racing(races, size.policies))
     if world.faults or "rewards" in world.guests:
         size = replace(size, contexts=True)
+    if exactness == "law":
+        size = replace(size, noise=Random(f"noise/{seed}").choice(NOISES))
     if worlds.chosen("scarce") is not None:
         size = replace(size, kv_capacity_blocks=SCARCE_BLOCKS)
     return RunPlan(

@@ -5,7 +5,7 @@ Invariant: `token_at` alone decides a token, so that a wrong one shows at once.
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.lab.fuzz.actors import SimulatedMaster
 from tailrace.lab.fuzz.chunks import (
     BLOCK_TOKENS,
-    EOS,
     KEY_PREFIX,
     Blocks,
     RunningChunk,
@@ -31,10 +30,10 @@ from tailrace.lab.fuzz.chunks import (
     pool_key,
     reserved_blocks,
     result_of,
-    token_at,
 )
 from tailrace.lab.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
 from tailrace.lab.fuzz.odd.culprits import RAISED, REFUSED, Culprits
+from tailrace.lab.fuzz.token_law import EOS, TokenLaw
 from tailrace.policies.protocol.events import ChunkEnd
 from tailrace.policies.protocol.performance import Performance
 
@@ -95,7 +94,7 @@ class SimulatedStepper:
         self,
         replica_id: str,
         disk: Disk,
-        mean_tokens: int,
+        law: TokenLaw,
         step_tokens: int,
         kv_capacity_blocks: int,
         pool: SimulatedMaster | None,
@@ -103,7 +102,7 @@ class SimulatedStepper:
         culprits: Culprits,
     ):
         self.disk, self._now, self._culprits = disk, now, culprits
-        self._mean_tokens, self._step_tokens = self._pace = mean_tokens, step_tokens
+        self._law, self._step_tokens = law, step_tokens
         self._pool, self._written = (pool.keys, pool.written) if pool is not None else (None, set())
         self.adapters = SimulatedAdapters(disk)
         self._running: dict[str, RunningChunk] = {}
@@ -153,8 +152,14 @@ class SimulatedStepper:
         if self._culprits.refuses(key, len(chunk.token_ids)):
             self._culprits.end(chunk)
             raise RequestRefused(f"chunk {chunk.chunk_id}: {REFUSED}")
-        about = chunk, self._content_of(chunk), self._cached_tokens(chunk), self._culprits.raises_at(key)
-        self._running[chunk.chunk_id] = RunningChunk(*about)
+        self._running[chunk.chunk_id] = RunningChunk(
+            chunk=chunk,
+            content=self._content_of(chunk),
+            law=self._law,
+            attempt=f"{self._constant['replica_id']}/{chunk.chunk_id}",
+            cached_tokens=self._cached_tokens(chunk),
+            raises_at=self._culprits.raises_at(key),
+        )
         self._suspects.join(chunk.chunk_id)
         self.most_blocks = max(
             self.most_blocks, reserved_blocks(self._running.values(), self._constant["draft_tokens"])
@@ -220,7 +225,7 @@ class SimulatedStepper:
         """Returns whether a step with these chunks raises. It then makes no token of any."""
         hiccup, self.hiccup = self.hiccup, False
         heavy = sum(1 for running in going.values() if self._culprits.is_heavy(running.chunk.sample_key))
-        fatal = any(running.is_fatal(*self._pace) for running in going.values())
+        fatal = any(running.is_fatal(self._step_tokens) for running in going.values())
         return bool(going) and (hiccup or self.broken or fatal or heavy > 1)
 
     def _search(self, going: dict[str, RunningChunk]) -> None:
@@ -239,9 +244,7 @@ class SimulatedStepper:
 
     def _decode(self, chunk_id: str, running: RunningChunk) -> None:
         chunk, before = running.chunk, len(running.tokens)
-        start = len(chunk.token_ids) + before
-        for position in range(start, start + self._step_tokens):
-            token = token_at(chunk.sample_key, running.content, position, self._mean_tokens)
+        for token in list(islice(running.ahead(), self._step_tokens)):
             running.tokens.append(token)
             if token == EOS:
                 return self._finish(chunk_id, ChunkEnd.STOP)

@@ -29,7 +29,7 @@ OTHER_WEIGHTS = 2
 def file_of(file: ServeFile, folder: Path) -> ServeFile:
     """Returns the configuration of the service. `folder`: for the draft model's weights."""
     engine = file.application.args.engine
-    file = with_engine(file, {**dict(GROUP), "kv_cache_gib": min(engine.kv_cache_gib, KV_GIB)})
+    file = with_engine(file, {**dict(GROUP), "exactness": "bits", "kv_cache_gib": min(engine.kv_cache_gib, KV_GIB)})
     application = file.application
     drafter = application.args.drafter or drafter_like(application.args.engine, folder)
     changed = application.with_args(

@@ -74,7 +74,7 @@ def measure(file: ServeFile, config: TrainConfig, backwards: bool, say: Callable
 
     `backwards`: a fault, which the comparison must find.
     """
-    file = with_engine(file, {"model": config.model, "redraw_close_calls": True})
+    file = with_engine(file, {"model": config.model, "exactness": "bits", "redraw_close_calls": True})
     with TemporaryDirectory(prefix="tailrace-certificate-") as folder:
         plain = _plain(file, config, Path(folder) / "plain", say)
         everything = _everything(file, config, Path(folder) / "everything", backwards, say)

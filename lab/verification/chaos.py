@@ -153,7 +153,7 @@ def measure(file: ServeFile, batch: RolloutBatch, names: tuple[str, ...], say: C
             for disturbance in (d for d in wanted if d.pool == settings):
                 groups, run = asyncio.run(_roll(client, disturbance, batch, expected))
                 expected = expected or groups
-                run |= compare(expected, groups)
+                run |= compare(expected, groups, exactness=file.application.args.engine.exactness)
                 run["wrong"] = wrong(disturbance, run, batch, file.application.args.pool)
                 runs.append(run)
                 say(f"{run['name']}: {run['wrong'] or 'well'}, {run['makespan_s']} s; {run['done']}")
@@ -238,7 +238,7 @@ def wrong(disturbance: Disturbance, run: dict, batch: RolloutBatch, pool: PoolCo
     wanted = sum(group.samples for group in batch.groups)
     if run["samples_ended"] < wanted or run["failed"]:
         return f"{run['samples_ended']} of {wanted} samples ended, {run['failed']} of them failed"
-    if not run["identical"]:
+    if not run["holds"]:
         at = run["first_difference"]
         return f"prompt {at['prompt_id']!r} sample {at['sample_index']} differs at position {at['position']}"
     if not any(sign in name for name in run["counts"] for sign in disturbance.signs):

@@ -111,7 +111,15 @@ def sureness(
 def sentences(result: dict) -> list[str]:
     """Returns the figures of `sureness` as sentences."""
     flipped, noise = result["expected_flips_per_million"], result["noise"]
-    lines = [
+    lines = (
+        [
+            f"{result['flips']} samples part, of {result['compared_tokens']} tokens compared: "
+            f"{result['flips_per_million']:.0f} flips per million"
+        ]
+        if result.get("flips")
+        else []
+    )
+    lines += [
         f"noise of a distance between two candidates: at most {noise['max']:.1e}, rms {noise['rms']:.1e}; "
         f"tolerance {result['tolerance']:.1e}",
         f"close calls: {result['close_calls']}, {result['close_calls_per_million']:.0f} per million tokens",

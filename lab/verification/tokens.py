@@ -1,7 +1,9 @@
 """The same-tokens certificate: one workload, rolled out in every way that must not matter, compared token by token.
 
 Law 2: a sample's tokens are a function of weights, prompt, sampling parameters and sample key, and of nothing else.
-Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). Called by `tailrace verify`.
+Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). At exactness `law` a token may differ, too:
+that is a flip, which is counted, and tokens after it are not compared. All else fails at both levels: a sample that is
+missing, another end after the same tokens, a logprob that is no number. Called by `tailrace verify`.
 """
 
 import asyncio
@@ -36,6 +38,7 @@ from tailrace.lab.verification.restarted_head import roll_over_restart
 from tailrace.lab.verification.ruled import ruled
 from tailrace.lab.verification.runs import RUNS, SHOWN, VerificationRun
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.exactness import Exactness
 
 TOLERANCE = 1e-4
 
@@ -158,32 +161,43 @@ def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
 LOGPROBS = ("logprobs", "raw_logprobs")
 
 
-def compare(expected: list[GroupResult], got: list[GroupResult], kinds: tuple[str, ...] = LOGPROBS) -> dict:
-    """Returns whether two rollouts are the same; `first_difference` names prompt, sample and position.
+def compare(
+    expected: list[GroupResult],
+    got: list[GroupResult],
+    kinds: tuple[str, ...] = LOGPROBS,
+    exactness: Exactness = "bits",
+) -> dict:
+    """Returns whether two rollouts are the same; `first_difference` names prompt, sample and position. `holds` says
+    whether they differ by no more than the level allows; if they do, it is the first such difference that is named.
 
     The logprob differences are over all tokens that agree, of these kinds: the floating-point noise seen.
+    `compared_tokens`: tokens up to each sample's first difference; `flips`: samples whose tokens part.
     """
     theirs = {(group.prompt_id, sample.sample_index): sample for group in got for sample in group.samples}
-    first, noise = None, [np.zeros(1)]
+    found, noise, compared, tolerance = [], [np.zeros(1)], 0, TOLERANCE if exactness == "bits" else np.inf
     for group in sorted(expected, key=lambda g: g.prompt_id):
         for sample in group.samples:
-            found, gaps = difference(sample, theirs.get((group.prompt_id, sample.sample_index)), kinds)
+            one, gaps = difference(sample, theirs.get((group.prompt_id, sample.sample_index)), kinds, tolerance)
             noise.append(gaps)
-            if found and first is None:
-                first = {"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **found}
-    seen = np.concatenate(noise)
+            compared += one["position"] + 1 if one and one["what"] == "token" else len(gaps) // len(kinds)
+            found += [{"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **one}] if one else []
+    seen, flips = np.concatenate(noise), [one for one in found if one["what"] == "token"]
+    breaks = found if exactness == "bits" else [one for one in found if one not in flips]
     return {
-        "identical": first is None,
-        "first_difference": first,
+        "identical": not found,
+        "holds": not breaks,
+        "first_difference": next(iter(breaks or found), None),
+        "flips": len(flips),
+        "compared_tokens": compared,
         "max_logprob_difference": float(seen.max()),
         "mean_logprob_difference": float(seen.mean()),
     }
 
 
 def difference(
-    a: SampleResult, b: SampleResult | None, kinds: tuple[str, ...] = LOGPROBS
+    a: SampleResult, b: SampleResult | None, kinds: tuple[str, ...] = LOGPROBS, tolerance: float = TOLERANCE
 ) -> tuple[dict | None, np.ndarray]:
-    """Returns the first difference, and the logprob differences of the tokens before it."""
+    """Returns the first difference, and the logprob differences of the tokens before it. `tolerance`: of logprobs."""
     if b is None:
         return {"position": 0, "what": "missing"}, np.zeros(0)
     pairs = zip(a.token_ids, b.token_ids, strict=False)
@@ -191,7 +205,7 @@ def difference(
     end = next((position for position, (x, y) in enumerate(pairs) if x != y), common)
     gaps = {kind: np.abs(np.subtract(getattr(a, kind)[:end], getattr(b, kind)[:end])) for kind in kinds}
     for what, gap in gaps.items():
-        for position in np.flatnonzero(~(gap <= TOLERANCE)):
+        for position in np.flatnonzero(~(gap <= tolerance)):
             return {"position": int(position), "what": what, "gap": float(gap[position])}, np.zeros(0)
     noise = np.concatenate(list(gaps.values()))
     if end < common:
@@ -202,7 +216,7 @@ def difference(
     return None, noise
 
 
-def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
+def certificate(rolled: dict[str, dict], tolerance: float = 0.0, exactness: Exactness = "bits") -> dict:
     """Compares every run with the first one of its kind: with rules for tokens, with adapters, or without both.
 
     A run without its purpose shown fails like one that differs.
@@ -213,14 +227,14 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
     rows = []
     for run in runs:
         kinds = LOGPROBS[:1] if run.clients else LOGPROBS
-        same = compare(references[run.kind], rolled[run.name]["groups"], kinds)
+        same = compare(references[run.kind], rolled[run.name]["groups"], kinds, exactness)
         figures = figures_of(rolled[run.name])
         lacks = next(
             (key for key in (*run.shows, *["note"] * bool(run.disturb or run.begin)) if not figures[key]), None
         )
-        if lacks and same["identical"]:
+        if lacks and same["holds"]:
             first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": SHOWN[lacks]}
-            same |= {"identical": False, "first_difference": first}
+            same |= {"identical": False, "holds": False, "first_difference": first}
         rows.append({"name": run.name, "drafting": Policies(**run.policies).drafting.type, **same, **figures})
     every = [rolled[run.name]["groups"] for run in runs]
     expected = [references[run.kind] for run in runs]
@@ -228,12 +242,21 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
     for reference, row, groups in zip(expected, rows, every, strict=True):
         row.update(flips(sure["draws_per_logit"], noise_of(reference, groups), tolerance))
     return {
+        "exactness": exactness,
         "identical": all(row["identical"] for row in rows),
+        "holds": all(row["holds"] for row in rows),
+        **counted_flips([row for row, of, groups in zip(rows, expected, every, strict=True) if of is not groups]),
         "tokens": rows[0]["tokens"],
         "samples": rows[0]["samples"],
         "runs": rows,
         **sure,
     }
+
+
+def counted_flips(rows: list[dict]) -> dict:
+    """Returns the flips of some comparisons together, also per million compared tokens."""
+    flipped, compared = (sum(row[key] for row in rows) for key in ("flips", "compared_tokens"))
+    return {"flips": flipped, "compared_tokens": compared, "flips_per_million": 1e6 * flipped / max(1, compared)}
 
 
 def work_in(done: dict) -> Counter[str]:

@@ -85,15 +85,18 @@ def rest_of(group: GroupResult, wanted: PromptGroup) -> PromptGroup | None:
 
 
 def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: list[dict]) -> dict:
-    """Returns `identical`: no old KV was hit, and every token after the update equals the fresh one's."""
+    """Returns `identical`: no old KV was hit, and every token after the update equals the fresh one's. `flips`: samples
+    whose tokens part, `compared_tokens`: up to there, where exactness `law` allows them.
+    """
     theirs = {group.prompt_id: group.samples[0].token_ids for group in fresh}
-    first = None
+    first, flipped, compared = None, 0, 0
     for group in crossed:
         if group.prompt_id in theirs:
             ours = group.samples[0].token_ids[crossing(group) :]
             pairs = enumerate(zip(ours, theirs[group.prompt_id], strict=False))
             same = min(len(ours), len(theirs[group.prompt_id]))
             at = next((i for i, (a, b) in pairs if a != b), None if len(ours) == len(theirs[group.prompt_id]) else same)
+            flipped, compared = flipped + (at is not None), compared + (same if at is None else at + 1)
             if at is not None and first is None:
                 first = {"prompt_id": group.prompt_id, "position": crossing(group) + at}
     hits = [span["attributes"] for span in first_chunks(spans)]
@@ -104,6 +107,8 @@ def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: lis
         "samples": len(theirs),
         "tokens": sum(map(len, theirs.values())),
         "first_difference": first,
+        "flips": flipped,
+        "compared_tokens": compared,
         "old_kv_hit_tokens": stale,
         "old_kv_pulled_tokens": sum(hit["tailrace.kv.pulled_tokens"] for hit in hits),
         "pulled_tokens_before": sum(chunk["tailrace.kv.pulled_tokens"] for chunk in before),

@@ -1,7 +1,10 @@
 """Races: copies of running chunks on replicas with room, each with another draft method (SpecActor 4.2).
 
-A copy makes the same tokens as its original, by the same noise (law 2). The first to reach the chunk's end counts as
-the chunk. The others stop, and their tokens do not count. A copy continues alone after its original's replica is lost.
+At exactness `bits` a copy makes the same tokens as its original, by the same noise (law 2). The first to reach the
+chunk's end counts as the chunk. The others stop, and their tokens do not count. A copy continues alone after its
+original's replica is lost. At `law` a copy may part from its original, and the first to end would be the shorter one
+too often. So the original alone counts; copies end with it, or are lost with it. A copy's tokens reach the original as
+drafts, by the group context, and the original verifies them. Each method then copies a chunk once.
 Invariant: copies take room only while no sample waits for any. Called by `RolloutCore` alone.
 """
 
@@ -12,6 +15,7 @@ from tailrace.policies.core.request_buffer import Chunk, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.families.racing import FreeWorker, Racing, Straggler
 from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished
+from tailrace.policies.protocol.exactness import Exactness
 from tailrace.policies.protocol.performance import chance
 from tailrace.policies.protocol.views import RacesView
 
@@ -20,13 +24,26 @@ LOOK_S = 1.0
 
 
 class Races:
-    def __init__(self, policy: Racing, table: ReplicaTable, running: RunningChunks):
+    def __init__(self, policy: Racing, table: ReplicaTable, running: RunningChunks, exactness: Exactness = "bits"):
         self._policy, self._table, self._running = policy, table, running
+        self._copies_count = exactness == "bits"
         self._looked_at = float("-inf")
         self._gains: dict[tuple[tuple[str, ...], float], float] = {}  # by methods and acceptance
         self._given, self._known = policy, None  # the policy as configured, and the performance that it was informed by
 
     # ---- ends of races -----------------------------------------------------------------------------
+
+    def counts(self, event: ChunkFinished, chunk: Chunk) -> bool:
+        """Returns whether the chunk's tokens count for its sample: not if it was beaten, nor if it is a copy that gave
+        way, nor if it is a copy at `law`.
+        """
+        if chunk.beaten:
+            return False
+        return chunk.copy_of is None or (self._copies_count and event.end is not ChunkEnd.ABORTED)
+
+    def decides(self, chunk: Chunk) -> bool:
+        """Returns whether an engine's refusal of the chunk ends its sample: at `law` a copy may have other tokens."""
+        return not chunk.beaten and (chunk.copy_of is None or self._copies_count)
 
     def won(self, chunk: Chunk) -> None:
         """Records that a chunk has reached its end. The other chunks of its race are beaten; its replica has the KV."""
@@ -42,17 +59,19 @@ class Races:
     def passes_on(self, chunk: Chunk) -> bool:
         """Returns whether the sample continues without a chunk that has failed, is lost, or is a copy that gave way.
 
-        The first copy that is not being stopped takes the place of its original.
+        The first copy that is not being stopped takes the place of its original. At `law` none does: of two copies
+        the longer one still runs, so the heirs of lost chunks would be too long.
         """
         if chunk.beaten:
             return True
         if chunk.copy_of is not None:
             chunk.copy_of.copies.remove(chunk)
             return True
-        heirs = [copy for copy in chunk.copies if not copy.aborting]
+        heirs = [copy for copy in chunk.copies if self._copies_count and not copy.aborting]
         if not heirs:
             for copy in chunk.copies:
                 copy.beaten = True
+                self._running.abort(copy, f"{chunk.chunk_id} is lost")
             return False
         heir = heirs[0]
         heir.copy_of, heir.copies = None, [copy for copy in chunk.copies if copy is not heir]
@@ -126,7 +145,8 @@ class Races:
 
     def _straggler(self, chunk: Chunk) -> Straggler:
         own = (chunk.method,) if chunk.method else self._table.methods(chunk.replica_id)[:1]
-        methods = (*own, *(copy.method for copy in chunk.copies)) or ("",)
+        tried = (copy.method for copy in chunk.copies) if self._copies_count else chunk.copied
+        methods = (*own, *tried) or ("",)
         return Straggler(chunk.sample.sample_id, self._acceptance(chunk.sample, methods[0]), methods, chunk.replica_id)
 
     def _acceptance(self, sample: Sample, method: str) -> float:
@@ -155,10 +175,3 @@ class Races:
         if key not in self._gains:
             self._gains[key] = self._policy.method_table.among(methods).gain(methods[0], key[1])
         return self._gains[key]
-
-
-def counts(event: ChunkFinished, chunk: Chunk) -> bool:
-    """Returns whether the chunk's tokens count for its sample: not if it was beaten, nor if it is a copy that gave
-    way.
-    """
-    return not (chunk.beaten or (event.end is ChunkEnd.ABORTED and chunk.copy_of is not None))

@@ -175,9 +175,10 @@ class Batch:
 
 
 class Chunk:
-    """A running piece of a sample. Its copies make the same tokens on other replicas.
+    """A running piece of a sample. Its copies make its tokens on other replicas.
 
-    The first of them to end counts as the chunk. The others are `beaten`, and their tokens do not count.
+    The first of them to end counts as the chunk; at exactness `law` the original. The others are `beaten`, and their
+    tokens do not count.
     """
 
     __slots__ = ("aborting", "beaten", "born", "chunk_id", "copied", "copies", "copy_of", "kv_tokens", "kv_version",

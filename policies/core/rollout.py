@@ -20,7 +20,7 @@ from tailrace.policies.core.failures import Failures, Verdict
 from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
-from tailrace.policies.core.races import Races, counts
+from tailrace.policies.core.races import Races
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Batch, Chunk, Group, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
@@ -42,15 +42,23 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, EndTurn, SampleEnd
 from tailrace.policies.protocol.events import IllegalEvent
+from tailrace.policies.protocol.exactness import Exactness
 
 
 class RolloutCore:
     """State machine of the module docstring. `policies` decide; chunks start under `weights_version`.
 
-    `limits`: minimum and maximum number of replicas, or None if `policies.tail` does not decide it.
+    `limits`: minimum and maximum number of replicas, or None if `policies.tail` does not decide it. `exactness`: level
+    of the engines, see `protocol/exactness.py`.
     """
 
-    def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
+    def __init__(
+        self,
+        policies: Policies,
+        weights_version: int = 0,
+        limits: Limits | None = None,
+        exactness: Exactness = "bits",
+    ):
         self.policies = policies
         self.replicas = ReplicaTable(weights_version)
         self._waiting = WaitQueue(policies.ordering, policies.fairness)
@@ -59,7 +67,7 @@ class RolloutCore:
         self._kv = KvTracker(policies.kv_on_update, self.replicas)
         self._running = RunningChunks(self.replicas, self._kv)
         self._prefetch_planner = PrefetchPlanner(policies.prefetch, self.replicas, self._waiting, self._running)
-        self._races = Races(policies.racing, self.replicas, self._running)
+        self._races = Races(policies.racing, self.replicas, self._running, exactness)
         self._draft_planner = DraftPlanner(policies.draft_models, self.replicas, self._buffer)
         self._dispatcher = Dispatcher(
             policies, self.replicas, self._running, self._prefetch_planner, self._draft_planner
@@ -144,7 +152,7 @@ class RolloutCore:
         chunk = self._running.named(event.chunk_id)
         check_finish(event, chunk)
         self._stop(chunk)
-        if not counts(event, chunk):
+        if not self._races.counts(event, chunk):
             self._races.passes_on(chunk)
             return
         self._races.won(chunk)
@@ -161,7 +169,7 @@ class RolloutCore:
     def _chunk_failed(self, event: ev.ChunkFailed) -> None:
         chunk = self._running.named(event.chunk_id)
         self._stop(chunk)
-        if event.of_sample and not chunk.beaten:
+        if event.of_sample and self._races.decides(chunk):
             self._races.won(chunk)  # no copy of it can run either
             self._end(self._running.count_out(chunk), SampleEnd.FAILED, event.error, "no replica can run it")
             return
@@ -419,7 +427,7 @@ class RolloutCore:
 
     def counts_tokens(self, event: ev.ChunkFinished) -> bool:
         """Returns whether the tokens of a running chunk count for its sample at this end."""
-        return counts(event, self._running.chunks[event.chunk_id])
+        return self._races.counts(event, self._running.chunks[event.chunk_id])
 
     def samples(self) -> list[Sample]:
         """Returns all samples whose groups have not been emitted; read only. O(samples), 0.3 ms for 50,000."""

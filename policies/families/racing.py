@@ -1,8 +1,9 @@
 """Fastest-of-N: which straggler also races with which draft method, and on which free replica (SpecActor 4.2).
 
 Invariants: no worker takes more than its room, no sample gets a method twice or a copy on the replica it runs on, and
-no copy is made that is expected to gain less than `min_gain`. Copies make the same tokens (law 2), so a race changes
-the time only. Pure and deterministic, ties by id. Called whenever replicas become free.
+no copy is made that is expected to gain less than `min_gain`. A race changes the time only: copies make the same
+tokens (law 2), or at exactness `law` they are drafts for the original. Pure and deterministic, ties by id. Called
+whenever replicas become free.
 """
 
 from bisect import bisect_right

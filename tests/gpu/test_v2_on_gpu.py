@@ -57,7 +57,7 @@ def test_an_engine_of_v2_emits_what_one_of_v1_does(model_dir, method):
     from tests.live.engines.test_engine_v2 import SAMPLINGS, results_of
 
     sizes = {"max_model_len": 256, "max_running": len(SAMPLINGS), "max_batched_tokens": 64, "kv_cache_gib": 0.25}
-    close = {"close_call_tolerance": 0.02, "redraw_close_calls": True}
+    close = {"exactness": "bits", "close_call_tolerance": 0.02, "redraw_close_calls": True}
     draft = DraftConfig(method=method, draft_tokens=3, lookup_min=1)
     found = {}
     for runner in ("v1", "v2"):

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.steps.engine import DRAFT_TOKENS, CheckedEngine, config_of, vocabulary_of
+from benchmarks.gpu.steps.engine import DRAFT_TOKENS, CheckedEngine, config_of, force_invariant, vocabulary_of
 from benchmarks.gpu.steps.operators import unlike
 from benchmarks.gpu.steps.ours import started
 from tailrace.deployments.messages.context import GroupRef
@@ -29,15 +29,17 @@ SHAPE = "short"
 
 def inputs(place: Place, backend: str):
     """The arguments that vLLM would get on a GPU."""
-    config = config_of(place._replace(card=True), f"a folder of {SHAPE}", eager=True, attention_backend=backend)
-    return launch.engine_arguments(config)
+    settings = {"level": "law", "attention_backend": backend}
+    return launch.engine_arguments(config_of(place._replace(card=True), f"a folder of {SHAPE}", eager=True, **settings))
 
 
 def attention(step: Measurements, backend: str) -> None:
     """A backend of GPUs by name; on CPUs there is one alone."""
     if step.place.card and backend == "FLASHINFER" and not _has_flashinfer():
         return step.say("rows", skipped="FlashInfer is not installed")
-    given = {"attention_backend": backend} if step.place.card else {}
+    given = {"level": "law", "attention_backend": backend} if step.place.card else {}
+    if step.place.card:
+        force_invariant(launch)
     engine = started(step, SHAPE, eager=True, **given)
     rows = LayerRows(engine, step.place.device)
     step.say("backend", name=rows.backend, heads=rows.heads)

@@ -18,6 +18,7 @@ from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.policies.families.drafting import FixedBudget
+from tailrace.policies.protocol.exactness import Exactness
 
 CLOCK = "benchmarks.gpu.pass_clock.PassClock"
 DRAFT_TOKENS = 4
@@ -30,8 +31,11 @@ EAGER = os.environ.get("TAILRACE_GPU_EAGER") == "1"
 
 
 def config_of(place: Place, model: str, eager: bool = False, running: int = 64, draft: str = "group",
-              runner: str = "v1", gib: float = 8.0, length: int = 4096, **vllm_args) -> EngineConfig:  # fmt: skip
-    """Settings of an engine that fit the place: on CPUs always V1 and eager. `gib`: of its KV cache."""
+              runner: str = "v1", level: Exactness = "bits", **more) -> EngineConfig:  # fmt: skip
+    """Settings of an engine that fit the place: on CPUs always V1 and eager. `more`: GiB of its KV cache (`gib`), its
+    longest context (`length`), and arguments for vLLM.
+    """
+    gib, length, vllm_args = more.pop("gib", 8.0), more.pop("length", 4096), more
     sizes = {"max_running": running, "max_model_len": length, "max_batched_tokens": 8192, "kv_cache_gib": gib}
     if place.small:
         sizes = {"max_running": 4, "max_model_len": 256, "max_batched_tokens": 64, "kv_cache_gib": 0.02}
@@ -41,6 +45,7 @@ def config_of(place: Place, model: str, eager: bool = False, running: int = 64, 
         model=model,
         device="gpu" if place.card else "cpu",
         dtype=place.dtype,
+        exactness=level,
         model_runner=runner if place.card else "v1",
         block_tokens=16 if place.card else 32,  # as serve.gpu.yaml and serve.yaml have it
         cores=None if place.card else 1,
@@ -61,10 +66,12 @@ def vocabulary_of(place: Place, shape: str) -> int:
     return SHAPES["tiny" if place.small else shape].vocabulary
 
 
-def let_vary(launch) -> None:
-    """Has engines that are started later in this process run without batch-invariant kernels."""
+def force_invariant(launch) -> None:
+    """Has engines of level `law` that are started later in this process run batch-invariant kernels all the same: with
+    an attention backend that `bits` refuses, or whose rows are to be measured.
+    """
     settings = launch.process_settings
-    launch.process_settings = lambda *given: {k: v for k, v in settings(*given).items() if k != INVARIANT}
+    launch.process_settings = lambda *given: settings(*given) | {INVARIANT: "1"}
 
 
 class GivenAnswers:

@@ -3,15 +3,21 @@
 from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps import decoding, exactness
-from benchmarks.gpu.steps.engine import KV_GIB, CheckedEngine, config_of, let_vary, made, vocabulary_of
+from benchmarks.gpu.steps.engine import KV_GIB, CheckedEngine, config_of, force_invariant, made, vocabulary_of
 from tailrace.deployments.vllm_exact import launch
+from tailrace.policies.protocol.exactness import Exactness
 
 
-def inputs(place: Place, runner: str = "v1", shape: str = "135M", invariant: bool = True, backend: str | None = None):
+def inputs(place: Place, runner: str, shape: str = "135M", level: Exactness = "bits", forced: str | None = None):
     """The arguments that vLLM would get on a GPU."""
-    given = {} if backend is None else {"attention_backend": backend}
-    config = config_of(place._replace(card=True), f"a folder of {shape}", running=256, runner=runner, **given)
-    return launch.engine_arguments(config), launch.process_settings(config, None), invariant
+    card, given = place._replace(card=True), settings_of(runner, level, forced)
+    config = config_of(card, f"a folder of {shape}", running=256, **given)
+    return launch.engine_arguments(config), launch.process_settings(config, None)
+
+
+def settings_of(runner: str, level: Exactness, forced: str | None) -> dict:
+    """Settings of an engine. `forced`: an attention backend that `bits` refuses."""
+    return {"runner": runner, "level": level} | ({} if forced is None else {"attention_backend": forced})
 
 
 def exact(step: Measurements, runner: str) -> None:
@@ -20,12 +26,14 @@ def exact(step: Measurements, runner: str) -> None:
     exactness.SameSamples(step, engine, vocabulary_of(step.place, "135M")).compare()
 
 
-def times(step: Measurements, runner: str, shape: str = "135M", invariant: bool = True, backend: str | None = None):
-    """Tokens, flips, and times of steps, with CUDA graphs. A dummy model has times alone: all its words are alike."""
-    if not invariant:
-        let_vary(launch)
-    given = {} if backend is None else {"attention_backend": backend}
-    engine = started(step, shape, running=256, runner=runner, gib=KV_GIB.get(shape, 8.0), **given)
+def times(step: Measurements, runner: str, shape: str = "135M", level: Exactness = "bits", forced: str | None = None):
+    """Tokens, flips, and times of steps, with CUDA graphs. A dummy model has times alone: all its words are alike.
+
+    `forced`: an attention backend that `bits` refuses, beside batch-invariant products; `level` is then law.
+    """
+    if forced is not None:
+        force_invariant(launch)
+    engine = started(step, shape, running=256, gib=KV_GIB.get(shape, 8.0), **settings_of(runner, level, forced))
     vocabulary = vocabulary_of(step.place, shape)
     if shape != "8B":
         exactness.SameSamples(step, engine, vocabulary).compare()

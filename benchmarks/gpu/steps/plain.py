@@ -5,15 +5,16 @@ import time
 from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps import decoding
-from benchmarks.gpu.steps.engine import KV_GIB, config_of, let_vary, made, vocabulary_of
+from benchmarks.gpu.steps.engine import KV_GIB, config_of, made, vocabulary_of
 from tailrace.deployments.vllm_exact import launch
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.policies.protocol.exactness import Exactness
 
 
-def inputs(place: Place, invariant: bool, shape: str = "135M"):
+def inputs(place: Place, level: Exactness, shape: str = "135M"):
     """The arguments that vLLM would get on a GPU."""
-    config = config_of(place._replace(card=True), f"a folder of {shape}", running=256, draft="off")
-    return without_our_worker(config), invariant
+    config = config_of(place._replace(card=True), f"a folder of {shape}", running=256, draft="off", level=level)
+    return without_our_worker(config), launch.process_settings(config, None)
 
 
 def without_our_worker(config: EngineConfig) -> dict:
@@ -21,16 +22,15 @@ def without_our_worker(config: EngineConfig) -> dict:
     return {name: value for name, value in launch.engine_arguments(config).items() if name != "worker_cls"}
 
 
-def plain(step: Measurements, invariant: bool, shape: str = "135M") -> None:
-    """Times of steps of 8, 64 and 256 samples."""
-    if not invariant:
-        let_vary(launch)
+def plain(step: Measurements, level: Exactness, shape: str = "135M") -> None:
+    """Times of steps of 8, 64 and 256 samples. `level`: law is vLLM's own choice of kernels."""
     found: list[PlainDecoding] = []
 
     def start() -> dict:
         began_s = time.perf_counter()
         model, arguments = made(step.place, shape)
-        config = config_of(step.place, model, running=256, draft="off", gib=KV_GIB.get(shape, 8.0), **arguments)
+        sizes = {"running": 256, "gib": KV_GIB.get(shape, 8.0)}
+        config = config_of(step.place, model, draft="off", level=level, **sizes, **arguments)
         found.append(PlainDecoding(config, vocabulary_of(step.place, shape)))
         return {"start_s": time.perf_counter() - began_s}
 

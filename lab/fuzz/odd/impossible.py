@@ -14,8 +14,8 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
 from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, RolloutBatch, SamplingParams
 from tailrace.deployments.messages.session import SampleRequest
-from tailrace.lab.fuzz.chunks import VOCABULARY
 from tailrace.lab.fuzz.cluster import SimulatedCluster
+from tailrace.lab.fuzz.token_law import VOCABULARY
 
 REFUSED_S = 2.0
 """Maximum seconds to a refusal by a service without a fault so far; a client's call has a latency of 0 here."""

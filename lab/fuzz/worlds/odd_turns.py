@@ -12,9 +12,9 @@ from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import BatchSettings
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.lab.fuzz.checks import Ledger, ResultChecks
-from tailrace.lab.fuzz.chunks import token_at
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.token_law import token_at
 from tailrace.lab.fuzz.worlds.patient import PatientSession
 from tailrace.policies.core.sample_states import HELD
 from tailrace.policies.protocol.actions import SampleEnd
@@ -101,7 +101,7 @@ class OddTurns:
             self._cluster.defects.append(f"{where} was answered by {answer.group}#{answer.sample.sample_index}")
         if tuple(answer.prompt_token_ids) != context:
             self._cluster.defects.append(f"{where} was answered for another prompt")
-        self._checks.check_turn(key, len(context), TOKENS, answer.sample, where)
+        self._checks.check_turn(key, context, TOKENS, answer.sample, where)
         return answer
 
     async def _again(self, session: PatientSession, context: tuple[int, ...], *about) -> SampleAnswer:

@@ -29,7 +29,11 @@ class PatientSession:
         while True:
             try:
                 async with aclosing(self._session.stream(token_ids, **request)) as parts:
+                    given: list[int] = []
                     async for part in parts:
+                        given += part.token_ids
+                        if part.answer is not None and [*part.answer.sample.token_ids] != given:
+                            raise AssertionError(f"a stream gave {given}, its answer is {part.answer.sample.token_ids}")
                         yield part
                 return
             except QuotaExceeded:

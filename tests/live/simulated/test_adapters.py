@@ -9,9 +9,9 @@ from tailrace.app.calls.refused import AdapterRejected, UnknownAdapter
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
-from tailrace.lab.fuzz.chunks import token_at
 from tailrace.lab.fuzz.disk import adapted, digest_of
 from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.token_law import token_at
 from tailrace.policies.protocol.actions import SampleEnd
 
 PROMPT = (5, 6, 7)

@@ -15,9 +15,9 @@ from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.messages.roles import Role
-from tailrace.lab.fuzz.chunks import EOS, VOCABULARY
 from tailrace.lab.fuzz.cluster import SimulatedPrompts
 from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.token_law import EOS, VOCABULARY
 
 PROMPT = [5, 6, 7]
 CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}

@@ -13,9 +13,10 @@ from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.messages.chunk import sample_key
-from tailrace.lab.fuzz.chunks import VOCABULARY, logprob_of, token_at
+from tailrace.lab.fuzz.chunks import logprob_of
 from tailrace.lab.fuzz.cluster import SimulatedPrompts
 from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.token_law import VOCABULARY, token_at
 
 MEAN_TOKENS = 60
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]

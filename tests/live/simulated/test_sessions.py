@@ -1,7 +1,7 @@
 """Open sessions on the simulated cluster: single samples, in any order, with the tokens of a batch."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 from random import Random
 
@@ -483,6 +483,23 @@ def test_a_stream_breaks_rather_than_change_its_tokens(play):
                         cluster.kill_coordinator()
 
     play(story, mean_tokens=2_000, **in_chunks(50))
+
+
+@pytest.mark.parametrize(("noise", "breaks"), [(1e-5, False), (0.5, True)])
+def test_a_stream_at_law_continues_or_says_that_it_cannot(play, noise, breaks):
+    """The sample is made again, with noise: from the same tokens on the stream continues, after others it breaks."""
+
+    async def story(cluster, client):
+        async with client.open() as session:
+            pieces, expected = [], pytest.raises(StreamBroken, match="exactness law") if breaks else nullcontext()
+            with expected:
+                async for part in session.stream(PROMPT, group="g", index=0, max_tokens=400):
+                    pieces.append(part.token_ids)
+                    if len(pieces) == 3:
+                        cluster.kill_coordinator()
+            assert cluster.coordinators == 2 and (breaks or part.answer.sample.token_ids == sum(pieces, ()))
+
+    play(story, mean_tokens=2_000, noise=noise, **in_chunks(50))
 
 
 def test_a_reader_that_leaves_ends_its_sample(play):
