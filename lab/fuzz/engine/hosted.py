@@ -15,7 +15,7 @@ from tailrace.lab.fuzz.engine.fair_clock import Since
 from tailrace.lab.fuzz.engine.host import serve
 from tailrace.lab.fuzz.engine.problems import FATAL, LATE, LOST, TRACE
 
-START_S, SILENT_S, WALL_S, STACK_S = 300.0, 15.0, 120.0, 5.0
+START_S, SILENT_S, WALL_S, STACK_S = 300.0, 15.0, 120.0, 30.0
 """Seconds for a start; processor seconds without a message; seconds without a message of a process that does not
 compute; seconds for the stacks of a process that hangs."""
 
