@@ -162,7 +162,7 @@ PRINTS_OUTCOMES = """
 from tailrace.lab.fuzz.campaign import _run_all
 from tailrace.lab.fuzz.faults import KINDS
 from tailrace.lab.fuzz.odd.plan import ODDITIES
-for outcome in _run_all((8000012, 8000035, 8000702), (*KINDS, *ODDITIES)):
+for outcome in _run_all((8000012, 8000035, 8000702), (*KINDS, *ODDITIES), "bits"):
     print(outcome.samples, outcome.tokens, outcome.seconds)
 """
 
