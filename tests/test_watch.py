@@ -122,6 +122,14 @@ def test_a_view_names_everything_that_runs():
     assert "!" not in text
 
 
+@pytest.mark.parametrize("level", ["bits", "law"])
+def test_the_headline_names_a_level_at_which_runs_may_part(level):
+    rates, status = Rates(), service([], exactness=level)
+    rates.add(0.0, status)
+    text = shown(view(status, rates, max_replicas=5))
+    assert ("exactness law" in text) == (level == "law")
+
+
 def test_rows_of_replicas_are_those_to_look_at_then_the_fullest():
     replicas = [replica(f"r{n}", running=n) for n in range(1, 8)] + [
         replica("bad", aside="3 samples failed", running=0)

@@ -72,6 +72,8 @@ def _headline(status: ServiceSnapshot, rates: Rates) -> Text:
     words = [f"{status.model.rstrip('/').rpartition('/')[2]}, weights {status.weights_version}"]
     if status.weights_digest:
         words[0] += f" ({status.weights_digest[:12]})"
+    if status.exactness == "law":
+        words.append("exactness law")
     words.append(f"{status.running:,} running, {status.waiting:,} waiting")
     if status.held:
         words.append(f"{status.held:,} held between turns")

@@ -26,6 +26,10 @@ class CoreHolder:
         self._journal_until_s: float | None = None  # None: no driver wants a journal
 
     @property
+    def exactness(self) -> Exactness:
+        return self._exactness
+
+    @property
     def due(self) -> bool:
         """True if a setting has changed that the present core does not have."""
         return self._due

@@ -266,6 +266,7 @@ class Rollouts:
             at_door=self.admission.waiting,
             model=self._prompts.model,
             max_model_len=self._prompts.max_model_len,
+            exactness=self.core_holder.exactness,
             paused=self.admission.is_paused,
             asleep=self.sleep.tags,
             adapters=self.adapters.book.all(),

@@ -10,6 +10,7 @@ from pydantic import Field, InstanceOf, field_serializer
 
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import Message, Segment
+from tailrace.policies.protocol.exactness import Exactness
 from tailrace.policies.protocol.performance import Performance
 
 
@@ -224,6 +225,7 @@ class ServiceSnapshot(Message):
     at_door: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
     model: str = ""  # the folder of the model and its tokenizer
     max_model_len: int = 0  # tokens of prompt and answer
+    exactness: Exactness = "bits"  # what a second computation of a sample promises
     paused: bool = False  # no chunk starts until a resume, or samples in flight are ending before that
     asleep: tuple[str, ...] = ()  # parts of the engines' memory that are given back, see `RolloutClient.sleep`
     adapters: tuple[Adapter, ...] = ()  # adapters that requests may name

@@ -498,6 +498,7 @@ def test_a_stream_at_law_continues_or_says_that_it_cannot(play, noise, breaks):
                     if len(pieces) == 3:
                         cluster.kill_coordinator()
             assert cluster.coordinators == 2 and (breaks or part.answer.sample.token_ids == sum(pieces, ()))
+        assert (await client.status()).exactness == "law"
 
     play(story, mean_tokens=2_000, noise=noise, **in_chunks(50))
 
