@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 
 import pytest
@@ -48,6 +48,13 @@ def broad_catches(source: str, tree: ast.Module) -> list[int]:
 def test_no_file_is_called_utils():
     """Files are split by noun."""
     assert not [path for path in sources(*CHAIN, "tests") if path.stem in ("utils", "util", "helpers", "common")]
+
+
+def test_test_files_of_folders_that_are_no_packages_have_names_of_their_own():
+    """pytest imports them by their bare names: it stops at the second of a name."""
+    plain = [path for path in sources("tests") if not (path.parent / "__init__.py").exists()]
+    names = Counter(path.name for path in plain if path.name != "conftest.py")
+    assert len(names) > 100 and [name for name, count in names.items() if count > 1] == []
 
 
 def wordy(name: str) -> bool:
