@@ -217,6 +217,6 @@ def test_a_journal_that_was_taken_keeps_nothing_while_its_core_lives_on():
     assert written.entries and replay(written) is None
     holder.present.observe(ev.KvLost(9.0, None))
     assert read_journal(holder.present.journal().splitlines()).entries == ()
-    holder.journal(True, now=2.0)
+    assert holder.journal(True, now=2.0) is None, "it is another driver's, which has taken it"
     holder.exchange(())
     assert len(read_journal(told(holder.present).journal().splitlines()).entries) > 3

@@ -53,9 +53,11 @@ class CoreHolder:
     def journal(self, on: bool, now: float) -> str | None:
         """Turns journaling on or off for the next core. Returns the present core's journal, or None if it has none.
 
-        Journaling ends after LEASE_S unless `renew_journal` is called.
+        A journal that has ended is none to a driver that turns journaling on: it is another's, and is kept only until
+        the next core. Journaling ends after LEASE_S unless `renew_journal` is called.
         """
-        written = self.present.journal() if isinstance(self.present, JournaledCore) else None
+        present = self.present if isinstance(self.present, JournaledCore) else None
+        written = present.journal() if present is not None and not (on and present.is_stopped) else None
         self._kind, self._due = JournaledCore, True
         self._journal_until_s = now + LEASE_S
         if not on:

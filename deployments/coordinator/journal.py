@@ -59,6 +59,10 @@ class JournaledCore(RolloutCore):
         self._write(Decision(tick, actions))
         return actions
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
+
     def journal(self) -> str:
         """Returns the journal as text: a header, then one line per entry."""
         header = {
