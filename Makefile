@@ -124,7 +124,7 @@ gpu-pack: setup ## .gpu: vLLM and the packages that a bare machine with a GPU la
 	@PYTHONPATH=scripts $(PY) -m gpu_pack
 
 gpu-check: ## the steps for the first minutes on a GPU, results in out/gpu; docs/measurements/gpu.md
-	@if [ -x $(PY) ]; then $(PY) -m benchmarks.gpu.check; else python3 -m benchmarks.gpu.check --pack .gpu; fi
+	@if [ -x $(PY) ]; then $(PY) -m tailrace.lab.benchmarks.gpu.check; else python3 -m tailrace.lab.benchmarks.gpu.check --pack .gpu; fi
 
 docs: setup ## renew the generated pages of docs/
 	$(PY) scripts/configuration_reference.py

@@ -13,7 +13,7 @@ from click.exceptions import NoArgsIsHelpError
 from tailrace.app.errors import MissingExtra, did_you_mean
 
 COMMANDS = {
-    "bench": "Benchmarks of a checkout: `bench --help` lists them.",
+    "bench": "Run a benchmark: `bench --help` lists them.",
     "board": "Serve a page that shows a running service as it changes.",
     "compare": "Compare two simulations, system by system.",
     "demo": "Roll out the same prompts by static groups and by Tailrace.",
@@ -43,6 +43,7 @@ COMMANDS = {
 VIEWS = "logs", "status", "top"
 LAB = "board", "compare", "demo", "fuzz", "pool", "simulate", "simulate-training", "soak", "timeline", "verify"
 PLACES = dict.fromkeys(VIEWS, "app/commands/views") | dict.fromkeys(LAB, "lab/commands")
+PLACES["bench"] = "lab/benchmarks/commands"
 """Folders of the commands that show a service, and of those that simulate, check or draw; the others are in
 `app/commands`.
 """

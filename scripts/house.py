@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("app", "deployments", "kvpool", "policies")
-FOLDERS = (*PRODUCT, "lab", "benchmarks", "tests", "docs")
+FOLDERS = (*PRODUCT, "lab", "tests", "docs")
 VERBS = (
     "transfer_weights", "fall_asleep", "read_weights", "update_weights", "load_weights", "wake_kv", "peek",
     "load_adapter",

@@ -28,7 +28,7 @@ ON_REQUEST = {
     "renderers": "the tests of prime-rl's renderers and verifiers, which have an environment of their own",
 }
 HEAVY = {"ray", "vllm"}
-OURS = {"tailrace", "benchmarks", "research"}
+OURS = {"tailrace"}
 
 settings.register_profile("shared-cores", deadline=None)  # no timed assertions: a neighbour can slow any example
 # For planted defects and mutants, where a failing example need not be the shortest.

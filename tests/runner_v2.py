@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from benchmarks.engine import interpreted
+from tailrace.lab.benchmarks.engine import interpreted
 
 ROOM, OF_CPUS = "vllm.v1.worker.gpu", "vllm.v1.worker.cpu"
 RELOADED = (ROOM, f"{OF_CPUS}.model_runner")

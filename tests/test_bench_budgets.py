@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.drafting.budgets import CPU, History, Replica, cost_of, measure, workload
-from benchmarks.drafting.drafts import Rollouts
 from tailrace.app.errors import BadInput
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.messages.context import PastAnswer
+from tailrace.lab.benchmarks.drafting.budgets import CPU, History, Replica, cost_of, measure, workload
+from tailrace.lab.benchmarks.drafting.drafts import Rollouts
 from tailrace.policies.families.registry import load_policy
 
 

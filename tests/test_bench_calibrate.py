@@ -7,9 +7,11 @@ from itertools import pairwise
 import pytest
 from performances import measured
 
-from benchmarks.commands.bench import command
-from benchmarks.live.calibrate import figures, runs, simulated, slowness, verdict, workload
-from benchmarks.live.probes import (
+from tailrace.app.errors import BadInput
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Timings
+from tailrace.lab.benchmarks.commands.bench import command
+from tailrace.lab.benchmarks.live.calibrate import figures, runs, simulated, slowness, verdict, workload
+from tailrace.lab.benchmarks.live.probes import (
     HANDOVER_CHUNK_TOKENS,
     HANDOVERS,
     LADDER,
@@ -23,8 +25,6 @@ from benchmarks.live.probes import (
     shortened,
     step_ms,
 )
-from tailrace.app.errors import BadInput
-from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Timings
 from tailrace.lab.simulator.host import simulate
 from tailrace.lab.simulator.types import Cluster, StepModel, Workload, WorkloadGroup
 from tailrace.policies.protocol.events import ReplicaJoined

@@ -6,12 +6,12 @@ import os
 import numpy as np
 import pytest
 
-from benchmarks.control_plane import control_line, control_socket
-from benchmarks.control_plane.control import result_token
-from benchmarks.control_plane.control_pool import Process
-from benchmarks.control_plane.rpc_latency import IN_FLIGHT, WARM_UP, cost_of, spread_us
-from benchmarks.control_plane.stream_cost import APART_S, ITEM_BYTES, cost_of_stream, sent_items
 from tailrace.app.cli import run
+from tailrace.lab.benchmarks.control_plane import control_line, control_socket
+from tailrace.lab.benchmarks.control_plane.control import result_token
+from tailrace.lab.benchmarks.control_plane.control_pool import Process
+from tailrace.lab.benchmarks.control_plane.rpc_latency import IN_FLIGHT, WARM_UP, cost_of, spread_us
+from tailrace.lab.benchmarks.control_plane.stream_cost import APART_S, ITEM_BYTES, cost_of_stream, sent_items
 
 
 def test_a_spread_is_median_and_99th_percentile_in_microseconds():

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.drafting import drafts_joined, drafts_refused
-from benchmarks.drafting.drafts import SETTINGS, Setting, read_rollouts, replay, replay_arctic
 from tailrace.app.errors import BadInput
 from tailrace.app.files.traces import read_trace
 from tailrace.app.model import demo_model_dir
+from tailrace.lab.benchmarks.drafting import drafts_joined, drafts_refused
+from tailrace.lab.benchmarks.drafting.drafts import SETTINGS, Setting, read_rollouts, replay, replay_arctic
 
 TRACE = Path(__file__).resolve().parent.parent.parent / "shared" / "traces" / "amc23.jsonl.gz"
 

@@ -4,9 +4,17 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, MAX_TOKENS, Age, Piece, aged, length_of, piece
 from tailrace.app.cli import run
 from tailrace.deployments.messages.chunk import sample_key
+from tailrace.lab.benchmarks.control_plane.fleet_load import (
+    CHUNK_TOKENS,
+    MAX_TOKENS,
+    Age,
+    Piece,
+    aged,
+    length_of,
+    piece,
+)
 
 
 def answer(key: int, age: Age) -> list[Piece]:

@@ -6,9 +6,9 @@ import json
 import pytest
 from aiohttp import web
 
-from benchmarks.http import http
-from benchmarks.http.load import GROUP, body_of, load
 from tailrace.app.errors import Failed
+from tailrace.lab.benchmarks.http import http
+from tailrace.lab.benchmarks.http.load import GROUP, body_of, load
 
 
 async def served(completions, **settings) -> dict:

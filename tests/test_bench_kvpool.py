@@ -6,12 +6,12 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks.pool.kvpool import break_even
-from benchmarks.pool.pool_testbed import keys_of
-from benchmarks.pool.soak import CHUNK_TOKENS, PROMPT_TOKENS, Sample, Watch, growth_percent
 from tailrace.app.cli import run
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.kvpool.keys import block_name, version_of, version_pattern
+from tailrace.lab.benchmarks.pool.kvpool import break_even
+from tailrace.lab.benchmarks.pool.pool_testbed import keys_of
+from tailrace.lab.benchmarks.pool.soak import CHUNK_TOKENS, PROMPT_TOKENS, Sample, Watch, growth_percent
 from tailrace.policies.protocol.events import ChunkEnd
 
 

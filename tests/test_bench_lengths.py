@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.drafting.lengths import Group, measure, rank_correlation, read_batches
 from tailrace.app.cli import run
 from tailrace.app.errors import BadInput
+from tailrace.lab.benchmarks.drafting.lengths import Group, measure, rank_correlation, read_batches
 from tailrace.policies.families.registry import members
 
 NAMES = {*members("lengths"), "always_max", "oracle"}

@@ -7,17 +7,17 @@ import sys
 import pytest
 from test_metrics import batch, result
 
-from benchmarks.observability.totals import NoTotals, TimedTotals
-from benchmarks.observability.tracing_cost import collector
-from benchmarks.observability.windows import WINDOW_S, Window, costs
 from tailrace.app.cli import run
 from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.metrics.totals import EndTotals
+from tailrace.lab.benchmarks.observability.totals import NoTotals, TimedTotals
+from tailrace.lab.benchmarks.observability.tracing_cost import collector
+from tailrace.lab.benchmarks.observability.windows import WINDOW_S, Window, costs
 from tailrace.policies.protocol.actions import SampleEnd
 
 PROGRAM = """
 import json
-from benchmarks.observability.tracing_cost import TracingCost
+from tailrace.lab.benchmarks.observability.tracing_cost import TracingCost
 from tailrace.deployments.batches.batch_spans import BatchSpans
 from tailrace.deployments.messages.rollout import BatchSettings
 from tailrace.deployments.telemetry import Telemetry

@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.engine.overhead import figures, ratios, tables
-from benchmarks.engine.overhead_engines import Steps
-from benchmarks.engine.step_parts import OUTSIDE, StepParts
 from tailrace.app.cli import run
+from tailrace.lab.benchmarks.engine.overhead import figures, ratios, tables
+from tailrace.lab.benchmarks.engine.overhead_engines import Steps
+from tailrace.lab.benchmarks.engine.step_parts import OUTSIDE, StepParts
 
 
 class Work:

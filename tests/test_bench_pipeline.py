@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from research.histopipe import bench
-from research.histopipe.bench import DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
 from tailrace.app.cli import run
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
+from tailrace.lab.research.histopipe import bench
+from tailrace.lab.research.histopipe.bench import DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
 from tailrace.lab.simulator.acceptance import aimd_share
 from tailrace.lab.simulator.hardware import replica_model
 from tailrace.lab.simulator.scenario import load_scenario
@@ -102,7 +102,7 @@ def test_the_paper_s_claims_stand_beside_what_was_found_and_not_beside_other_wor
 
 
 def test_the_same_seeds_give_the_same_bytes_and_a_picture(result, tmp_path):
-    from research.histopipe.picture import pipelines
+    from tailrace.lab.research.histopipe.picture import pipelines
 
     assert json.dumps(bench.measure(SMALL, 3, 2)) == json.dumps(result)
     pipelines(OutputFile(tmp_path / "runs.svg", "--plot", PICTURE), result)

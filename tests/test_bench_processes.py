@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks.live.processes import DRIVER, ENGINES, Used, name_of, parted, reading, shares
 from tailrace.app.cli import run
+from tailrace.lab.benchmarks.live.processes import DRIVER, ENGINES, Used, name_of, parted, reading, shares
 
 PYTHON = "/venv/bin/python3.11"
 RAY = "/venv/lib/python3.11/site-packages/ray"

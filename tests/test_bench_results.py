@@ -6,11 +6,11 @@ import time
 import pytest
 from test_later_text import NamedWords
 
-from benchmarks.control_plane.results import GROUP_SAMPLES, batch_of, touched
-from benchmarks.control_plane.results_source import CHUNK_TOKENS, LoopWatch, ResultSource, resident_bytes
 from tailrace.app.cli import run
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.messages.roles import Role
+from tailrace.lab.benchmarks.control_plane.results import GROUP_SAMPLES, batch_of, touched
+from tailrace.lab.benchmarks.control_plane.results_source import CHUNK_TOKENS, LoopWatch, ResultSource, resident_bytes
 
 
 class PreparingWords(NamedWords):

@@ -3,7 +3,7 @@
 import pytest
 from rollout_machine import ORDERINGS
 
-from benchmarks.control_plane.scheduler import CHUNK_TOKENS, MAX_TOKENS, drive, measure
+from tailrace.lab.benchmarks.control_plane.scheduler import CHUNK_TOKENS, MAX_TOKENS, drive, measure
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.models.hashed_random import fraction
 
@@ -20,7 +20,7 @@ def test_a_drive_runs_every_sample_to_its_end(ordering):
 
 
 def test_a_measurement_says_what_was_measured(monkeypatch):
-    monkeypatch.setattr("benchmarks.control_plane.scheduler.REPEATS", 1)
+    monkeypatch.setattr("tailrace.lab.benchmarks.control_plane.scheduler.REPEATS", 1)
     result = measure(1_024, 4)
     assert set(result) == {
         "requests", "replicas", "decisions", "decisions_per_s", "cost_ratio", "cost_ratio_same_load", "policies",

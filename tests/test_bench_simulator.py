@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.control_plane.simulator import GROUP_SAMPLES, drive, measure, workload
 from tailrace.app.cli import run
+from tailrace.lab.benchmarks.control_plane.simulator import GROUP_SAMPLES, drive, measure, workload
 
 
 def test_the_workload_has_as_many_samples_and_tokens_as_asked():
@@ -27,8 +27,8 @@ def test_a_drive_ends_and_drafts_make_it_shorter(drafting):
 
 
 def test_a_measurement_says_what_was_measured(monkeypatch):
-    monkeypatch.setattr("benchmarks.control_plane.simulator.SMALL", 64)
-    monkeypatch.setattr("benchmarks.control_plane.simulator._in_a_child", drive)
+    monkeypatch.setattr("tailrace.lab.benchmarks.control_plane.simulator.SMALL", 64)
+    monkeypatch.setattr("tailrace.lab.benchmarks.control_plane.simulator._in_a_child", drive)
     result = measure(128, 4, 200)
     assert (result["samples"], result["replicas"], result["tokens"], result["drafting"]) == (128, 4, 200, "off")
     figures = {"wall_s", "peak_mb", "events", "events_per_s", "cost_ratio", "makespan_s"}

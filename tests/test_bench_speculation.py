@@ -2,14 +2,14 @@
 
 import pytest
 
-from benchmarks.commands.bench import command
-from benchmarks.live.pictures import acceptance_over_time
-from benchmarks.live.speculation import BUDGETS, Look, ratios, shares
 from tailrace.app.errors import BadInput
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
 from tailrace.deployments.messages.status import ReplicaStatus, ServiceSnapshot
+from tailrace.lab.benchmarks.commands.bench import command
+from tailrace.lab.benchmarks.live.pictures import acceptance_over_time
+from tailrace.lab.benchmarks.live.speculation import BUDGETS, Look, ratios, shares
 from tailrace.policies.families.draft_models import Planned
 from tailrace.policies.families.registry import Policies, members
 

@@ -9,11 +9,6 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from benchmarks.commands.tail import command
-from benchmarks.live import tail_simulated
-from benchmarks.live.medians import middle
-from benchmarks.live.tail import TAILS, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
-from benchmarks.live.tail_simulated import Rate, simulated
 from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput
 from tailrace.deployments.context.archive import Archive
@@ -22,6 +17,11 @@ from tailrace.deployments.context.shard_set import EVERY
 from tailrace.deployments.messages.drafts import EVIDENCE
 from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.deployments.messages.status import ReplicasChanged
+from tailrace.lab.benchmarks.commands.tail import command
+from tailrace.lab.benchmarks.live import tail_simulated
+from tailrace.lab.benchmarks.live.medians import middle
+from tailrace.lab.benchmarks.live.tail import TAILS, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
+from tailrace.lab.benchmarks.live.tail_simulated import Rate, simulated
 from tailrace.lab.simulator.types import ReplicaModel, StepModel
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies

@@ -13,8 +13,8 @@ import test_kernels
 import torch
 from test_kernels import _one_torch_thread, close, rows  # noqa: F401 - a fixture
 
-from benchmarks.engine import interpreted, sampler_triton
 from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu
+from tailrace.lab.benchmarks.engine import interpreted, sampler_triton
 
 LIKE = ("tokens_differ", "not_numbers_differ", "close_calls_differ")
 LOGPROB_BOUND = 1e-5
@@ -159,7 +159,11 @@ def test_a_flat_row_with_top_p_is_read_more_often(kernel):
 def test_it_compiles_for_gpus_and_no_float64_operation_is_fused():
     """In a process of its own: here the kernel is interpreted. Fused operations would change the units of masses."""
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine.compiled"], capture_output=True, text=True, check=True, timeout=280
+        [sys.executable, "-m", "tailrace.lab.benchmarks.engine.compiled"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
     )
     found = json.loads(run.stdout)
     assert {name: part["fused_units"] for name, part in found.items()} == dict.fromkeys(found, 0)

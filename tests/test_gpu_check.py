@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from test_imports import loaded
 
-from benchmarks.gpu import catalog, check
-from benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, Ended, Processes, Step, drive
-from benchmarks.gpu.place import ROOT, Place, libraries_of
-from benchmarks.gpu.result_lines import ResultLines, figures, table
+from tailrace.lab.benchmarks.gpu import catalog, check
+from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, Ended, Processes, Step, drive
+from tailrace.lab.benchmarks.gpu.place import ROOT, Place, libraries_of
+from tailrace.lab.benchmarks.gpu.result_lines import ResultLines, figures, table
 
 WRITES = (
     "import json,sys; open(sys.argv[1], 'a').write(json.dumps({'step': sys.argv[2], 'what': 'x', 'n': 1}) + '\\n');"
@@ -197,7 +197,7 @@ def test_every_step_is_in_the_list_and_in_the_documentation(capsys):
 def test_a_place_crosses_to_its_step_whole(tmp_path):
     place = Place(tmp_path, tmp_path / "out", card=True, small=False)
     assert Place.read(place.text()) == place
-    assert place.command("v1")[1:4] == ["-m", "benchmarks.gpu.steps", "v1"]
+    assert place.command("v1")[1:4] == ["-m", "tailrace.lab.benchmarks.gpu.steps", "v1"]
     assert str(tmp_path / "site") not in place.environment()["PYTHONPATH"], "no pack was unpacked"
     assert libraries_of(place.site) == {}
     (tmp_path / "site" / "system").mkdir(parents=True)
@@ -208,7 +208,7 @@ def test_a_place_crosses_to_its_step_whole(tmp_path):
 def test_a_pack_is_unpacked_once(tmp_path):
     import tarfile
 
-    from benchmarks.gpu.unpacked import unpack
+    from tailrace.lab.benchmarks.gpu.unpacked import unpack
 
     pack, room = tmp_path / "pack", tmp_path / "room"
     pack.mkdir()
@@ -223,7 +223,7 @@ def test_a_pack_is_unpacked_once(tmp_path):
 
 
 def test_a_library_that_is_loaded_is_found():
-    from benchmarks.gpu.unpacked import loaded
+    from tailrace.lab.benchmarks.gpu.unpacked import loaded
 
     assert loaded("libc.so.6").name.startswith("libc.so") and loaded("libnowhere.so.1") is None
 
@@ -257,6 +257,6 @@ def test_no_module_of_an_engine_imports_ray_as_it_is_loaded():
 def test_an_engine_is_imported_where_ray_is_not_installed():
     names = [name for name in ENGINE if not name.endswith(("worker", "connector", "pool_client"))]  # these import vLLM
     code = "import sys, importlib\nsys.modules['ray'] = sys.modules['vllm'] = None\n"
-    code += f"for m in {[*names, 'benchmarks.pool.pool_testbed']}:\n importlib.import_module(m)"
+    code += f"for m in {[*names, 'tailrace.lab.benchmarks.pool.pool_testbed']}:\n importlib.import_module(m)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -1,7 +1,6 @@
 """The import laws, read from the source of every file: imports inside functions and dotted paths in strings too.
 
 Folders: `policies <- kvpool <- deployments <- app <- lab`. Rooms: arrows among them run downwards in ROOMS, never up.
-Outside the product, `benchmarks` and `research` import it; nothing in it imports them.
 """
 
 import ast
@@ -67,14 +66,10 @@ ROOMS = (
     "lab/soak",
     "lab/fuzz",
     "lab/commands",
+    "lab/research",
+    "lab/benchmarks",
 )
 """The rooms of the product, lowest first: a room imports lower rooms alone."""
-
-OUTSIDE = ("benchmarks", "research")
-"""Folders that import the product and that nothing in it imports."""
-
-BENCH_COMMAND = "app/commands/bench.py"
-"""`tailrace bench` runs the benchmarks of a checkout; it names them by one string."""
 
 HEAVY = {"ray", "vllm", "torch"}
 PURE = {
@@ -92,7 +87,7 @@ ENGINES_ALONE = {"vllm", "torch", "numba", "transformers"}
 ENVIRONMENT_WRITER = "deployments/vllm_exact/launch.py"
 """vLLM takes some settings from the environment only; this file writes them before vLLM is imported."""
 
-DOTTED_PATH = re.compile(rf"((tailrace\.)?({'|'.join(CHAIN)})|{'|'.join(OUTSIDE)})(\.[A-Za-z_]\w*)+(:\w+)?")
+DOTTED_PATH = re.compile(rf"(tailrace\.)?({'|'.join(CHAIN)})(\.[A-Za-z_]\w*)+(:\w+)?")
 CONFIGURATION_KEY = re.compile(r"(policies|deployments)\.\w+")
 """Keys of the configuration look like dotted paths without `tailrace`."""
 
@@ -144,10 +139,9 @@ def ours_of(tree: ast.Module) -> set[str]:
 
 
 def wrong_ways(name: str, tree: ast.Module) -> set[str]:
-    """Imports to the right, or from outside of the product, of a file in one of the four folders."""
+    """Imports to the right, of a file in one of the five folders."""
     rank = CHAIN.index(Path(name).parts[0])
-    found = {each for each in ours_of(tree) if each.split(".")[0] in CHAIN[rank + 1 :]}
-    return found | {each for each in imports_of(tree) if each.split(".")[0] in OUTSIDE}
+    return {each for each in ours_of(tree) if each.split(".")[0] in CHAIN[rank + 1 :]}
 
 
 def bare_imports(tree: ast.Module) -> set[str]:
@@ -218,10 +212,8 @@ def loaded(*modules: str) -> dict[str, str]:
     return found
 
 
-def test_nothing_imports_to_the_right_or_from_outside():
-    names = [name for name in EVERY if name != BENCH_COMMAND]
-    assert offences(names, lambda name: wrong_ways(name, tree_of(name))) == {}
-    assert wrong_ways(BENCH_COMMAND, tree_of(BENCH_COMMAND)) == {"benchmarks.commands.bench"}
+def test_nothing_imports_to_the_right():
+    assert offences(EVERY, lambda name: wrong_ways(name, tree_of(name))) == {}
 
 
 def test_no_arrow_between_rooms_points_upwards():
@@ -232,7 +224,7 @@ def test_no_arrow_between_rooms_points_upwards():
 
 
 def test_every_file_imports_the_product_by_its_one_name():
-    everywhere = [*EVERY, *names_of(sources(*OUTSIDE, "tests", "scripts", "examples"))]
+    everywhere = [*EVERY, *names_of(sources("tests", "scripts", "examples"))]
     tests_of_imports = {"tests/test_imports.py", "tests/test_tiers.py"}
     assert offences([n for n in everywhere if n not in tests_of_imports], lambda n: bare_imports(tree_of(n))) == {}
 
@@ -282,11 +274,6 @@ def test_a_wrong_import_is_found(name, source):
     assert wrong_ways(name, ast.parse(source))
     assert not wrong_ways("app/x.py", ast.parse(source))
     assert bare_imports(ast.parse(source.replace("tailrace.", "")))
-
-
-def test_an_import_from_outside_the_product_is_found():
-    for source in ("from benchmarks.live import tail", "import research.histopipe", "X = 'benchmarks.live.tail'"):
-        assert wrong_ways("app/x.py", ast.parse(source))
 
 
 def test_what_is_loaded_in_turn_is_found():

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.drafting.acceptance_profiles import profiles, rate
-from benchmarks.drafting.drafts import Rollouts
-from benchmarks.drafting.ladder import RATES, Method, ladders, model_method, rung
 from tailrace.app.cli import run
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
+from tailrace.lab.benchmarks.drafting.acceptance_profiles import profiles, rate
+from tailrace.lab.benchmarks.drafting.drafts import Rollouts
+from tailrace.lab.benchmarks.drafting.ladder import RATES, Method, ladders, model_method, rung
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.protocol.step_cost import StepCost
 
@@ -91,7 +91,7 @@ def test_a_profile_tells_samples_apart():
 
 
 def test_a_picture_is_drawn(tmp_path):
-    from benchmarks.drafting.ladder import picture
+    from tailrace.lab.benchmarks.drafting.ladder import picture
 
     picture(OutputFile(tmp_path / "ladder.png", "--plot", PICTURE), ladders([FREE, SLOW], COST, 8, 8))
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ import sys
 import tomllib
 
 import pytest
-from test_imports import CHAIN, OUTSIDE, ROOT, imports_of, names_of, sources, tree_of
+from test_imports import CHAIN, ROOT, imports_of, names_of, sources, tree_of
 
 FOLDER = ROOT / "requirements"
 NAMES = ("cpu", "gpu", "dev")
@@ -88,7 +88,7 @@ def test_tests_lint_and_baselines_are_in_no_runtime_lock():
 def third_party(*folders: str) -> set[str]:
     """Distributions that the files of these folders import."""
     tops = {each.split(".")[0] for name in names_of(sources(*folders)) for each in imports_of(tree_of(name))}
-    tops -= {*sys.stdlib_module_names, "tailrace", *CHAIN, *OUTSIDE}
+    tops -= {*sys.stdlib_module_names, "tailrace", *CHAIN}
     return {DISTRIBUTIONS.get(top, top) for top in tops}
 
 
@@ -97,7 +97,7 @@ def test_every_import_of_the_product_is_declared():
         "matplotlib",  # of `bench`
         *("datasets", "pebble", "reasoning-gym", "trl"),  # of `train`
     }
-    assert third_party(*OUTSIDE) <= set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"], EXTRAS["bench"], EXTRAS["train"]))
+    assert third_party(*CHAIN) <= set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"], EXTRAS["bench"], EXTRAS["train"]))
 
 
 def test_the_cpu_lock_holds_no_build_for_cuda():

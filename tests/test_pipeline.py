@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from research.histopipe.policy import HistoPipe, Prompt, beta, in_order, rank
+from tailrace.lab.research.histopipe.policy import HistoPipe, Prompt, beta, in_order, rank
 from tailrace.policies.models.tiers import flattest, plan_tiers
 
 lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=3).map(tuple)

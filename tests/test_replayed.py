@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.drafting.budgets import History, Replica
-from benchmarks.drafting.budgets import workload as chunks_of
-from benchmarks.drafting.drafts import Rollouts
-from benchmarks.live.calibrate import BATCH
-from benchmarks.live.calibrate import workload as calibrated
 from tailrace.app.cli import run
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.messages.context import GroupRef, PastAnswer
 from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.lab.benchmarks.drafting.budgets import History, Replica
+from tailrace.lab.benchmarks.drafting.budgets import workload as chunks_of
+from tailrace.lab.benchmarks.drafting.drafts import Rollouts
+from tailrace.lab.benchmarks.live.calibrate import BATCH
+from tailrace.lab.benchmarks.live.calibrate import workload as calibrated
 from tailrace.lab.replay.recorded import END_TOKEN, Recorded, forced, of_trace
 from tailrace.lab.replay.setup import TraceSetup
 from tailrace.lab.replay.speculation import replaying

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_sim_host import Even, cluster, conserved, policies, run, workload
 
-from research.specactor.systems import SYSTEMS, decoupled
-from research.specactor.systems import run as run_specactor
+from tailrace.lab.research.specactor.systems import SYSTEMS, decoupled
+from tailrace.lab.research.specactor.systems import run as run_specactor
 from tailrace.lab.simulator.acceptance import ModelledMethod
 from tailrace.lab.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
 from tailrace.lab.simulator.decoupled import RECONFIGURE_STEPS, DraftModelSpeculation, DraftSetup, Odds, best_way

@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from research.histopipe.batch import NO_DRAFTS, Answer, Batch, Drafts, expected_s
-from research.histopipe.policy import HistoPipe
-from research.histopipe.systems import MODES, host_of, run_pipeline
+from tailrace.lab.research.histopipe.batch import NO_DRAFTS, Answer, Batch, Drafts, expected_s
+from tailrace.lab.research.histopipe.policy import HistoPipe
+from tailrace.lab.research.histopipe.systems import MODES, host_of, run_pipeline
 from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
 STEP = StepModel(0.01, 1e-4, 1e-7)

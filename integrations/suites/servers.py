@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.http.servers import EngineShape, ours, vllm
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.model import resolve_model
+from tailrace.lab.benchmarks.http.servers import EngineShape, ours, vllm
 
 SERVERS = ("ours", "stock")
 TOOL_PARSER = "hermes"

@@ -1,7 +1,7 @@
 """Number of workers of each ranking group, such that the groups' times rise in a line (RhymeRL 6.4, figure 12).
 
 Invariant: the workers of a plan sum up to all of them; each group gets one or more, and no more than it has prompts
-while another could use them. Pure; called by `HistoPipe` of the orderings and by `research.histopipe`.
+while another could use them. Pure; called by `HistoPipe` of the orderings and by `lab.research.histopipe`.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.engine import interpreted
+from tailrace.lab.benchmarks.engine import interpreted
 
 
 @pytest.fixture(scope="session")

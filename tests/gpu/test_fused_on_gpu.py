@@ -11,8 +11,8 @@ import test_kernels
 import torch
 import torch_kernel
 
-from benchmarks.engine import sampler_triton
 from tailrace.deployments.vllm_exact import kernel_cpu
+from tailrace.lab.benchmarks.engine import sampler_triton
 from tests.step_runner import chunk, metadata_of, runner_of
 
 pytestmark = pytest.mark.gpu

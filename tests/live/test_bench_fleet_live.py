@@ -8,7 +8,7 @@ pytestmark = pytest.mark.long
 
 
 def test_a_delay_counts_the_loops_own_time_alone_on_its_clock():
-    from benchmarks.control_plane.fleet_coordinator import Delays
+    from tailrace.lab.benchmarks.control_plane.fleet_coordinator import Delays
 
     delays, ended_s = Delays(), time.monotonic()
     delays.note()
@@ -18,7 +18,7 @@ def test_a_delay_counts_the_loops_own_time_alone_on_its_clock():
 
 
 def test_a_few_engines_keep_pace_with_a_coordinator():
-    from benchmarks.control_plane.fleet import measure
+    from tailrace.lab.benchmarks.control_plane.fleet import measure
 
     size = {"running": 4, "seconds": 5.0, "speed": 20.0, "past": False, "profile": None}
     found = measure((4,), **size, say=lambda text: None)
@@ -28,9 +28,9 @@ def test_a_few_engines_keep_pace_with_a_coordinator():
 
 
 def test_observers_are_measured_in_windows_with_all_of_them_and_without():
-    from benchmarks.control_plane.fleet import one
-    from benchmarks.control_plane.fleet_coordinator import Fleet
-    from benchmarks.observability.tracing_cost import collector
+    from tailrace.lab.benchmarks.control_plane.fleet import one
+    from tailrace.lab.benchmarks.control_plane.fleet_coordinator import Fleet
+    from tailrace.lab.benchmarks.observability.tracing_cost import collector
 
     with collector():
         fleet = Fleet(4, running=4, seconds=1.0, speed=20.0, past=False, observed_pairs=1, every_group=True)

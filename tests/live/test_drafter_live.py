@@ -14,7 +14,6 @@ import pytest
 import ray
 from ray import serve
 
-from benchmarks.drafting.decoupled import measure
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
@@ -23,6 +22,7 @@ from tailrace.deployments.coordinator.journal import read_journal, replay
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.lab.benchmarks.drafting.decoupled import measure
 from tailrace.lab.demo import PROMPTS
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import StartChunk

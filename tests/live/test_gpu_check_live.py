@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks.gpu import catalog
-from benchmarks.gpu.place import ROOT
+from tailrace.lab.benchmarks.gpu import catalog
+from tailrace.lab.benchmarks.gpu.place import ROOT
 
 SAME_TOKENS = ("again", "alone", "in chunks", "with drafts", "flips")
 
@@ -18,7 +18,7 @@ def ran(tmp_path_factory):
     """What the dry run of all steps gives, with `of`: measurements by step and name."""
     folder = tmp_path_factory.mktemp("gpu-check")
     words = ["--dry", "--json", "--out", str(folder / "out"), "--room", str(folder / "room"), "--until", "3000"]
-    command = [sys.executable, "-m", "benchmarks.gpu.check", *words]
+    command = [sys.executable, "-m", "tailrace.lab.benchmarks.gpu.check", *words]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     log = folder / "out" / "log.txt"
     assert run.returncode == 0, f"{run.stdout[-3_000:]}\n{run.stderr[-3_000:]}\n{log.read_text()[-5_000:]}"

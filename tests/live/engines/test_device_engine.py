@@ -8,11 +8,11 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from benchmarks.engine import interpreted
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.lab.benchmarks.engine import interpreted
 
 pytestmark = pytest.mark.live
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine import interpreted
 from tailrace.deployments.vllm_exact import kernel_cpu
 from tailrace.deployments.vllm_exact.sampler import ExactSampler, cut_at, verify
+from tailrace.lab.benchmarks.engine import interpreted
 from tests.step_runner import PROMPT, chunk, metadata_of, runner_of
 
 VOCAB = 40

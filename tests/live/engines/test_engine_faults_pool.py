@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, stepper_of
 
-from benchmarks.pool.pool_testbed import running_pool
 from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
@@ -16,6 +15,7 @@ from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
+from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 
 KEPT = []
 """Ended engines. Symptom (vLLM 0.32): collected as garbage, an engine with a pool waits for ever for a thread of vLLM's

@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from benchmarks.pool.pool_testbed import running_pool
-from benchmarks.pool.transport import store_client
 from tailrace.kvpool.block_check import CORRUPT, BlockCheck
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.counts import Counts
 from tailrace.kvpool.store import MAX_PIECES, PoolStore
+from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
+from tailrace.lab.benchmarks.pool.transport import store_client
 
 BLOCKS, PIECES, PIECE_BYTES = 128, 60, 512
 """4,096 tokens of the demo model; the pieces are smaller, which changes nothing."""

@@ -1,0 +1,1 @@
+"""Benchmarks that can be run again, with `tailrace bench NAME`."""

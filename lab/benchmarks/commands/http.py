@@ -1,0 +1,36 @@
+"""`tailrace bench http`: the gateway beside `vllm serve`."""
+
+import click
+
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
+
+
+@click.command("http")
+@click.option(
+    "--requests", type=click.IntRange(min=8, max=2_000), default=1_000, show_default=True, help="Open at once."
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1, max=256), default=16, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--running", type=click.IntRange(min=1), default=64, show_default=True, help="Samples in an engine's step."
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Turns; medians count.")
+@click.option(
+    "--config",
+    type=click.Path(),
+    default=DEFAULT_CONFIG.with_name("serve.http.yaml"),
+    show_default="serve.http.yaml",
+    help="Of our service; its model, its replicas and its gateway are replaced.",
+)
+@AS_JSON
+def command(requests, max_tokens, running, repeats, config, as_json):
+    """Completions over HTTP, all open at once: our gateway and `vllm serve`, on one engine of a tiny random model.
+
+    The same client, bodies and engine settings, one server after the other; about three minutes.
+    """
+    file = load_config(config)
+    from tailrace.lab.benchmarks.http.http import measure
+
+    print_result(measure(file, requests, max_tokens, running, repeats, say), as_json)

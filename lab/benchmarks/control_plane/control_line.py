@@ -1,0 +1,83 @@
+"""A chunk over a line: 8,192 tokens asked for and answered, between two processes over loopback, encrypted.
+
+The other process is an engine's end whose engine does nothing. Called by lab/benchmarks/control_plane/control.py.
+"""
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+
+import numpy as np
+
+from tailrace.deployments.channel.coordinator_lines import CoordinatorLines
+from tailrace.deployments.channel.encrypted import Address
+from tailrace.deployments.channel.engine_line import EngineLine
+from tailrace.deployments.channel.sockets import DialledSocket, ListeningSocket
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.lab.benchmarks.control_plane.rpc_latency import cost_of
+from tailrace.policies.protocol.events import ChunkEnd
+
+HOST, REPLICA = "127.0.0.1", "r1"
+CHUNK_TOKENS, CONTEXT_TOKENS = 8_192, 10_000
+START_S = 60.0
+
+
+def measure(calls: int) -> dict:
+    """Round trips, chunks a second, and processor time of each end. Raises TimeoutError if the engine's end does not
+    come up."""
+    return asyncio.run(_measure(calls))
+
+
+async def _measure(calls: int) -> dict:
+    up = asyncio.Event()
+    lines = CoordinatorLines(partial(ListeningSocket, HOST), up.set, "bench")
+    context = get_context("spawn")
+    used_s = context.Value("d")
+    engine = context.Process(target=_engine, args=(tuple(lines.address), lines.open(REPLICA), used_s), daemon=True)
+    engine.start()
+    try:
+        async with asyncio.timeout(START_S):
+            await up.wait()
+        tokens = np.zeros(CONTEXT_TOKENS, np.int32)
+        chunk = ChunkRequest("chunk", 0, tokens, 500, CHUNK_TOKENS, SamplingParams(), 0)
+        numbers = iter(range(1 << 30))
+
+        async def engine_s() -> float:
+            return used_s.value
+
+        return await cost_of(
+            lambda: lines.run(REPLICA, replace(chunk, chunk_id=f"chunk-{next(numbers)}")), calls, engine_s
+        )
+    finally:
+        engine.terminate()
+        engine.join()
+
+
+class _IdleEngine:
+    """Answers at once."""
+
+    def __init__(self, used_s):
+        self._used_s = used_s
+        tokens = np.zeros(CHUNK_TOKENS, np.int32)
+        logprobs = tokens.astype(np.float32)
+        self._result = ChunkResult("", tokens, logprobs, logprobs, ChunkEnd.LENGTH, 0, 0.0, 0.0, 0.0, 0, 0)
+
+    async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
+        self._used_s.value = time.process_time()
+        return replace(self._result, chunk_id=chunk.chunk_id)
+
+    async def abort(self, chunk_id: str, keep_kv: bool) -> None:
+        """No chunk runs for long."""
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(REPLICA, 0, 32, 10_000, 64, 40_000, 16, time.time())
+
+
+def _engine(address: tuple[str, bytes], session: str, used_s) -> None:
+    async def hold() -> None:
+        await EngineLine(session, _IdleEngine(used_s), partial(DialledSocket, Address(*address), session)).hold()
+
+    asyncio.run(hold())

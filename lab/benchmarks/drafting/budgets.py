@@ -1,0 +1,208 @@
+"""Draft budgets on a modelled clock: one replica's own drafting code over recorded rollouts, without an engine.
+
+`EngineDrafts` is the engine's; index, policies and counts are what they are in a replica. Only the step is modelled: it
+takes what `tailrace profile` measured for as many tokens. So ratios of budgets repeat to the digit, where a live run
+shares its cores. Called by `bench budgets`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.app.errors import BadInput
+from tailrace.app.step_profile import CONTEXTS
+from tailrace.app.strict_json import parse_object
+from tailrace.deployments.draft_index.proposal import accepted_tokens
+from tailrace.deployments.draft_index.settings import IndexSettings
+from tailrace.deployments.drafting.drafts import EngineDrafts
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+from tailrace.lab.benchmarks.drafting.drafts import Rollouts
+from tailrace.policies.families.drafting import Drafting
+from tailrace.policies.families.registry import load_policy
+from tailrace.policies.models.step_cost_estimator import rising
+from tailrace.policies.protocol.step_cost import StepCost
+
+CPU = StepCost((4, 8, 16, 32, 64, 128), (0.041, 0.050, 0.072, 0.112, 0.203, 0.395))
+"""`tailrace profile` of the demo model in float32 on one core with AVX-512; give --profile for another's."""
+
+REHEARSED = (1, 4, 8, 16, 32, 64, 128, 512)
+TAIL_RUNNING = 2
+MODEL_LEN = 1 << 20
+
+BUDGETS: dict[str, object] = {
+    "off": "off",
+    **{f"fixed_{tokens}": {"type": "fixed", "tokens": tokens} for tokens in (1, 2, 4, 8)},
+    "unlimited": {"type": "fixed", "tokens": 16},
+    **{name: name for name in ("aimd", "closed_form", "concurrency", "goodput")},
+}
+"""Without `length_class`: its classes are the core's, which does not run here."""
+VARIANTS = {
+    "goodput_without_group": IndexSettings(group_context=False),
+    "goodput_without_history": IndexSettings(history=False),
+    "goodput_without_learning": IndexSettings(learning=False),
+}
+
+
+class Outcome(NamedTuple):
+    """Modelled seconds, and what was done in them."""
+
+    makespan_s: float
+    tail_tokens_per_s: float | None
+    acceptance_length: float
+    drafted: int
+    accepted: int
+    draft_us: float  # really taken for each sample: the median of the steps in which as many run as may
+
+
+@dataclass
+class _Request:
+    """What `EngineDrafts` reads and writes of vLLM's request."""
+
+    num_tokens: int
+    spec_token_ids: list[int] = field(default_factory=list)
+
+
+def cost_of(path: Path) -> StepCost:
+    """The cost of steps that a profile holds, without context. Raises BadInput, in one line."""
+    try:
+        steps = [step for step in parse_object(path.read_bytes())["steps"] if step["context_tokens"] == CONTEXTS[0]]
+        by_tokens: dict[int, list[float]] = {}
+        for step in steps:
+            by_tokens.setdefault(step["chunks"] * (1 + step["draft_tokens"]), []).append(step["step_ms"] / 1e3)
+        tokens = sorted(by_tokens)
+        seconds = rising(np.array([median(by_tokens[count]) for count in tokens]), np.ones(len(tokens)))
+        return StepCost(tuple(tokens), tuple(seconds.tolist()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"--profile {path}: not what `tailrace profile --out` writes: {error}") from error
+
+
+class History:
+    """Stands where an engine's feed stands, and brings each group its history."""
+
+    def __init__(self, answers: dict[GroupRef, list[PastAnswer]]):
+        self._answers, self._ready = answers, []
+
+    def hold(self, group: GroupRef) -> None:
+        if group in self._answers:
+            self._ready.append(Fetched(group, [], self._answers.pop(group)))
+
+    def take(self) -> list:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def append(self, *_piece) -> None:
+        """There is nobody else to tell."""
+
+    def rest(self, _group: GroupRef) -> None:
+        """It keeps nothing that could rest."""
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        """It holds nothing open."""
+
+
+class Replica:
+    """One replica that runs at most `most_running` samples, whole, in the order in which they were handed in."""
+
+    def __init__(self, settings: IndexSettings, policy: Drafting, cost: StepCost, most_running: int, history: History):
+        self._drafts = EngineDrafts(DraftConfig(index=settings), MODEL_LEN, history)
+        self._policy, self._cost, self._most_running = policy, cost, most_running
+        self._running: dict[str, tuple[_Request, ChunkRequest]] = {}
+        for tokens in REHEARSED:
+            self._drafts.performance.steps.record(tokens, float(cost.at(tokens)))
+
+    def run(self, chunks: list[ChunkRequest]) -> Outcome:
+        """All of them to their end."""
+        waiting, clock_s, steps, tail_s = chunks[::-1], 0.0, 0, 0.0
+        made = tail_made = drafted = accepted = 0
+        full_us = []
+        while waiting or self._running:
+            while waiting and len(self._running) < self._most_running:
+                self._start(waiting.pop())
+            tokens = sum(1 + len(request.spec_token_ids) for request, _ in self._running.values())
+            took_s, in_tail = float(self._cost.at(tokens)), not waiting and len(self._running) <= TAIL_RUNNING
+            running, before_us = len(self._running), self._drafts.counts()["draft_us"]
+            steps += running
+            drafted += tokens - running
+            new, right = self._step()
+            self._drafts.performance.steps.record(tokens, took_s, running)
+            self._drafts.propose()
+            if running == self._most_running:
+                full_us.append((self._drafts.counts()["draft_us"] - before_us) / running)
+            clock_s, made, accepted = clock_s + took_s, made + new, accepted + right
+            tail_s, tail_made = tail_s + in_tail * took_s, tail_made + in_tail * new
+        draft_us = round(median(full_us), 1) if full_us else 0.0
+        self._drafts.stop()
+        tail = round(tail_made / tail_s, 2) if tail_s else None
+        return Outcome(round(clock_s, 3), tail, round(made / steps, 3), drafted, accepted, draft_us)
+
+    def _start(self, chunk: ChunkRequest) -> None:
+        request = _Request(len(chunk.token_ids))
+        self._running[chunk.chunk_id] = request, chunk
+        self._drafts.open(chunk, request)
+        self._drafts.settle()
+
+    def _step(self) -> tuple[int, int]:
+        """Tokens made, and those of them that had been drafted."""
+        new = right = 0
+        for chunk_id, (request, chunk) in list(self._running.items()):
+            rest = chunk.forced[request.num_tokens - chunk.prompt_tokens :]
+            draft, request.spec_token_ids = request.spec_token_ids, []
+            hit = accepted_tokens(draft, rest.tolist())
+            tokens = rest[: hit + 1].tolist()
+            request.num_tokens += len(tokens)
+            new, right = new + len(tokens), right + min(hit, len(tokens))
+            self._drafts.made(chunk_id, tokens)
+            if len(rest) == len(tokens):
+                self._drafts.close(chunk_id)
+                del self._running[chunk_id]
+        return new, right
+
+
+def measure(rollouts: list[Rollouts], cost: StepCost, most_running: int, say: Callable[[str], None]) -> dict:
+    """Each budget over the same samples; `ratio` of makespans, off over it: above 1 it is faster than no drafts."""
+    runs: dict[str, Outcome] = {}
+    wanted = [(name, spec, IndexSettings()) for name, spec in BUDGETS.items()]
+    wanted += [(name, "goodput", settings) for name, settings in VARIANTS.items()]
+    for name, spec, settings in wanted:
+        chunks, history = workload(rollouts, load_policy("drafting", spec))
+        policy = chunks[0].draft.policy
+        runs[name] = outcome = Replica(settings, policy, cost, most_running, History(history)).run(chunks)
+        say(f"{name}: {outcome.makespan_s} s, {outcome.acceptance_length} tokens a verification")
+    off, ours = runs["off"], runs["goodput"]
+    best = min((run for name, run in runs.items() if name.startswith("fixed_")), key=lambda run: run.makespan_s)
+    tails = ours.tail_tokens_per_s, off.tail_tokens_per_s
+    return {
+        "runs": {name: run._asdict() for name, run in runs.items()},
+        "ratio": {name: round(off.makespan_s / run.makespan_s, 3) for name, run in runs.items()},
+        "goodput_to_best_fixed": round(best.makespan_s / ours.makespan_s, 3),
+        "tail_speedup": round(tails[0] / tails[1], 3) if all(tails) else None,
+        "samples": sum(len(prompt.mates) for prompt in rollouts),
+        "most_running": most_running,
+    }
+
+
+def workload(rollouts: list[Rollouts], policy: Drafting) -> tuple[list[ChunkRequest], dict[GroupRef, list[PastAnswer]]]:
+    """Every mate of every prompt as one chunk, group by group, and each group's history."""
+    chunks, history = [], {}
+    longest = max(len(answer) for prompt in rollouts for answer in prompt.mates)
+    for number, prompt in enumerate(rollouts):
+        group = GroupRef(f"bench/{number}", str(number))
+        history[group] = list(prompt.history)
+        for index, answer in enumerate(prompt.mates):
+            plan = DraftPlan(group, index, 1, longest, (0, 0), policy)
+            name, size = f"{number}#{index}", len(prompt.prompt)
+            forced = np.asarray(answer, np.int32)
+            what = (name, 0, prompt.prompt, size, longest, SamplingParams(), 0)
+            chunks.append(ChunkRequest(*what, draft=plan, forced=forced))
+    return chunks, history

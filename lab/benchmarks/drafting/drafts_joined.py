@@ -1,0 +1,65 @@
+"""A draft model's guesses and the index's proposals in one tree: `joined` of `bench drafts`.
+
+The draft model is made up. It guesses WINDOW tokens a step, and knows how many of its tokens are right, not which: as
+an engine knows it of a line to a drafter. Like a real one it is right where tokens are easy: those that follow the
+token before them in the prompt or in a mate as well are right four times as often as others.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tailrace.deployments.draft_index.proposal import NOTHING, Proposal
+from tailrace.deployments.draft_index.scorer import CandidateScorer
+from tailrace.deployments.messages.context import Source
+from tailrace.lab.benchmarks.drafting.drafts import DRAFT_TOKENS, MOST_MATES, Rollouts, Setting, agreed, indexes
+from tailrace.lab.benchmarks.drafting.drafts_refused import pairs_of
+
+WINDOW = 4
+CHANCES = (0.3, 0.5, 0.7)
+"""Shares of right tokens among those that the draft model would guess at all places of a target."""
+
+EASIER = 4.0
+WAYS: dict[str, Callable[[Proposal, Proposal], Proposal]] = {
+    "model": lambda model, index: model,
+    "model_first": lambda model, index: model if len(model.tokens) else index,
+    "joined": lambda model, index: model.joined(index).first(DRAFT_TOKENS),
+}
+"""What is verified of a guess and a proposal. `model_first`: the guess, where there is one."""
+
+
+def measure(rollouts: list[Rollouts], setting: Setting, new: Callable[[], CandidateScorer] = CandidateScorer) -> dict:
+    """Returns tokens per step by the draft model's chance, then by way."""
+    return {
+        f"{chance}": {name: round(_replay(rollouts, setting, new(), chance, way), 3) for name, way in WAYS.items()}
+        for chance in CHANCES
+    }
+
+
+def _replay(rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer, chance: float, way) -> float:
+    tokens = steps = 0
+    for number, (index, prompt, target) in enumerate(indexes(rollouts, setting, evidence)):
+        right, at = _right(prompt, setting, target, chance, np.random.default_rng(number)), 0
+        truth = target.tolist()
+        while at < len(truth):
+            paths = index.propose(MOST_MATES, DRAFT_TOKENS)
+            draft = way(_guess(target, right, at, chance), paths[0] if paths else NOTHING)
+            emitted = min(agreed(draft.tokens.tolist(), truth, at) + 1, len(truth) - at)
+            index.extend(MOST_MATES, at, target[at : at + emitted])
+            tokens, steps, at = tokens + emitted, steps + 1, at + emitted
+    return tokens / max(1, steps)
+
+
+def _right(prompt: Rollouts, setting: Setting, target: np.ndarray, chance: float, rng) -> np.ndarray:
+    """Returns bool[n]: whether the draft model guesses each token of the target, the same in every way."""
+    known = {pair for text in (prompt.prompt, *prompt.mates[: setting.mates]) for pair in pairs_of(text)}
+    easy = np.array([pair in known for pair in pairs_of([int(prompt.prompt[-1]), *target.tolist()])])
+    weights = np.where(easy, EASIER, 1.0)
+    return rng.random(len(target)) < np.minimum(0.98, chance * weights / weights.mean())
+
+
+def _guess(target: np.ndarray, right: np.ndarray, at: int, chance: float) -> Proposal:
+    """Returns the guess after `at` tokens; a wrong token is another one."""
+    tokens = np.where(right, target, target + 1)[at : at + WINDOW].astype(np.int32)
+    size = len(tokens)
+    return Proposal(tokens, np.full(size, chance, np.float32), np.full(size, Source.MODEL, np.uint8), 0)

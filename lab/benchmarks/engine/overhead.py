@@ -1,0 +1,153 @@
+"""`tailrace bench overhead`: what Tailrace adds to a step of vLLM's engine, and where it goes.
+
+A model so small that the rest shows. Stock vLLM's engine and ours without drafts, with drafts that miss and with
+drafts that hit take turns on one core, a few steps each, so that a busy machine slows them alike. Processor time of
+the step's thread is by timers around the parts (step_parts.py).
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from statistics import median
+
+from tailrace.app.errors import Failed
+from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.lab.benchmarks.engine.overhead_engines import HIT, KINDS, MISS, OFF, POOL, STOCK, EngineProcess, Steps
+from tailrace.lab.benchmarks.engine.step_parts import DRAFTING, MODEL, SAMPLER
+from tailrace.lab.benchmarks.http.servers import tiny_model
+from tailrace.lab.benchmarks.pool.pool_testbed import run, running_pool
+
+ROUNDS, STEPS = 8, 8
+FIRST_FAVOURED, FAVOURED = 1_000, 64
+"""Tokens that the model says."""
+
+WARM_STEPS = 16
+"""Of each engine before the first round: the costs of steps are learned, and drafts that do not pay are known."""
+
+
+def measure(demo: Path, samples: Sequence[int], with_pool: bool, say: Callable[[str], None]) -> dict:
+    """Milliseconds of a step, by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
+    if not with_pool:
+        return _measure(demo, samples, KINDS[:-1], None, say)
+    return run(_with_pool(demo, samples, say))
+
+
+async def _with_pool(demo: Path, samples: Sequence[int], say: Callable[[str], None]) -> dict:
+    async with running_pool(PoolConfig(dram_gib=0.5)) as pool:
+        return await asyncio.to_thread(_measure, demo, samples, KINDS, pool.endpoint, say)
+
+
+def _measure(
+    demo: Path,
+    samples: Sequence[int],
+    kinds: Sequence[str],
+    pool: PoolEndpoint | None,
+    say: Callable[[str], None],
+) -> dict:
+    with tempfile.TemporaryDirectory(prefix="tailrace-overhead-") as folder:
+        model = str(talkative(tiny_model(demo, Path(folder) / "tiny")))
+        engines = {kind: EngineProcess(model, max(samples), kind, pool) for kind in kinds}
+        try:
+            found = {count: _of_size(engines, count, say) for count in samples}
+        except BrokenProcessPool:
+            raise Failed("the process of an engine did not start, or died; see what it wrote above") from None
+        finally:
+            for engine in engines.values():
+                engine.stop()
+    return {"rounds": ROUNDS, "steps": STEPS, "samples": found}
+
+
+def talkative(folder: Path) -> Path:
+    """Has the model of a folder say FAVOURED tokens nearly always, each about as often as any other.
+
+    Answers of a whole vocabulary's tokens would repeat nothing, so an index would find nothing to draft from. These
+    repeat single tokens and pairs all the time, and what follows them is a guess of one in FAVOURED.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    embedding, norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+    embedding[:, 0], norm[0] = 1.0, 2.0
+    embedding[FIRST_FAVOURED : FIRST_FAVOURED + FAVOURED, 0] = 1.5
+    save_file({name: torch.clone(weight) for name, weight in weights.items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+def _of_size(engines: dict[str, EngineProcess], samples: int, say: Callable[[str], None]) -> dict:
+    for kind, engine in engines.items():
+        say(f"{samples} samples: prompts of {kind}")
+        engine.begin(samples)
+        engine.run(WARM_STEPS)
+    say(f"{samples} samples: {ROUNDS} rounds of {STEPS} steps")
+    taken: dict[str, list[Steps]] = {kind: [] for kind in engines}
+    for turn in range(ROUNDS):
+        order = list(engines)
+        for kind in order[turn % len(order) :] + order[: turn % len(order)]:
+            taken[kind].append(engines[kind].run(STEPS))
+    for engine in engines.values():
+        engine.end()
+    return {kind: figures(samples, runs) for kind, runs in taken.items()} | ratios(taken)
+
+
+def figures(samples: int, runs: Sequence[Steps]) -> dict:
+    """Medians over the rounds, milliseconds of a step; `drafted` and `tokens` are of a sample and step.
+
+    `proposal_ms_per_step`: of the step's thread, for the proposals of all samples and for their new tokens.
+    """
+    parts = sorted({name for run in runs for name in run.parts_s})
+    steps = sum(run.steps for run in runs)
+    return {
+        "wall_ms": _ms(run.wall_s / run.steps for run in runs),
+        "process_ms": _ms(run.process_s / run.steps for run in runs),
+        "outside_ms": _ms(outside_s(run) for run in runs),
+        "proposal_ms_per_step": _ms(sum(run.parts_s.get(name, 0.0) for name in DRAFTING) / run.steps for run in runs),
+        "parts_ms": {name: _ms(run.parts_s.get(name, 0.0) / run.steps for run in runs) for name in parts},
+        "tokens": round(sum(run.tokens for run in runs) / steps / samples, 3),
+        "drafted": round(sum(run.drafted for run in runs) / steps / samples, 3),
+    }
+
+
+def outside_s(run: Steps) -> float:
+    """Seconds of processor time of a step outside model and sampler, other threads' included."""
+    return (run.process_s - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(SAMPLER, 0.0)) / run.steps
+
+
+def ratios(taken: dict[str, Sequence[Steps]]) -> dict[str, float]:
+    """Medians over the rounds of what one engine takes over what another takes in the same round."""
+    found = {}
+    if {STOCK, OFF} <= taken.keys():
+        found["outside_ratio"] = _ratio(taken[OFF], taken[STOCK], outside_s)
+    for kind in (MISS, HIT, POOL):
+        if {OFF, kind} <= taken.keys():
+            found[f"{kind}_ratio"] = _ratio(taken[kind], taken[OFF], lambda run: run.process_s / run.steps)
+            found[f"{kind}_wall_ratio"] = _ratio(taken[kind], taken[OFF], lambda run: run.wall_s / run.steps)
+    return found
+
+
+def _ratio(ours: Sequence[Steps], base: Sequence[Steps], of: Callable[[Steps], float]) -> float:
+    return round(median(of(one) / of(other) for one, other in zip(ours, base, strict=True)), 3)
+
+
+def _ms(seconds) -> float:
+    return round(1e3 * median(seconds), 3)
+
+
+def tables(result: dict) -> list:
+    """Tables of rich: for each number of samples the engines, their parts in rows, and below them the ratios."""
+    from rich.table import Table
+
+    found = []
+    for samples, of in result["samples"].items():
+        kinds = [kind for kind in KINDS if kind in of]
+        caption = ", ".join(f"{name} {value}" for name, value in of.items() if name not in KINDS)
+        table = Table("milliseconds a step", *kinds, title=f"{samples} samples", caption=caption)
+        for name in ("wall_ms", "process_ms", "outside_ms", "proposal_ms_per_step", "tokens", "drafted"):
+            table.add_row(name, *(str(of[kind][name]) for kind in kinds))
+        for part in sorted({part for kind in kinds for part in of[kind]["parts_ms"]}):
+            table.add_row(f"  {part}", *(str(of[kind]["parts_ms"].get(part, "")) for kind in kinds))
+        found.append(table)
+    return found

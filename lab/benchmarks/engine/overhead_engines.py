@@ -1,0 +1,244 @@
+"""The engines of `bench overhead`, each in a process of its own on the same core: stock vLLM's, and ours by its drafts.
+
+Invariant: one works at a time, and the others wait. All have one model, one scheduler's limits and no logprobs of
+vLLM's. Called by overhead.py.
+"""
+
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context, parent_process
+from threading import Thread
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
+from tailrace.deployments.messages.context import GroupRef, PastAnswer
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.kvpool.config import PoolEndpoint
+from tailrace.lab.benchmarks.drafting.budgets import History
+from tailrace.policies.families.drafting import FixedBudget
+from tailrace.policies.families.goodput import Goodput
+
+STOCK, OFF, MISS, HIT, POOL = "stock", "off", "miss", "hit", "pool"
+KINDS = (STOCK, OFF, MISS, HIT, POOL)
+"""Of engines; the last one is ours without drafts and with a KV pool."""
+
+CONTEXT_TOKENS, ANSWER_TOKENS = 32, 1_600
+GROUP = 16
+"""Samples of a prompt."""
+
+HIT_TOKENS = 4
+"""Of each draft of HIT; MISS drafts as its policy decides."""
+
+VOCABULARY = 49_152
+
+
+class Steps(NamedTuple):
+    """Some steps of one engine, together. Seconds; `process_s` is processor time of all its threads."""
+
+    steps: int
+    tokens: int
+    drafted: int
+    wall_s: float
+    process_s: float
+    parts_s: dict[str, float]  # processor time of the step's thread
+
+
+def config_of(model: str, samples: int, kind: str) -> EngineConfig:
+    """Settings of an engine for at most `samples` at once, on one core."""
+    drafts = DraftConfig(method="group" if kind in (MISS, HIT) else "off")
+    settings = {"max_running": samples, "max_model_len": 2_048, "kv_cache_gib": 1.0, "cores": 1}
+    return EngineConfig(model=model, draft=drafts, **settings)
+
+
+class EngineProcess:
+    """One engine in a process of its own; its methods are its only calls."""
+
+    def __init__(self, model: str, samples: int, kind: str, pool: PoolEndpoint | None = None):
+        arguments = (config_of(model, samples, kind), kind, pool if kind == POOL else None)
+        self._process = ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=arguments)
+
+    def begin(self, samples: int) -> None:
+        """Adds this many samples, and steps until all decode."""
+        self._process.submit(_call, "begin", samples).result()
+
+    def run(self, steps: int) -> Steps:
+        return self._process.submit(_call, "run", steps).result()
+
+    def end(self) -> None:
+        """Aborts the samples."""
+        self._process.submit(_call, "end").result()
+
+    def stop(self) -> None:
+        self._process.shutdown()
+
+
+# ---- in the engine's process -----------------------------------------------------------------------------
+
+_engine = None
+"""The engine that the calls of this process share."""
+
+
+def _start(config: EngineConfig, kind: str, pool: PoolEndpoint | None) -> None:
+    global _engine  # noqa: PLW0603 - a worker process has no other place for what its calls share
+    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs to stdout, which belongs to the result
+    _engine = StockEngine(config) if kind == STOCK else OurEngine(config, kind, pool)
+
+
+def _call(name: str, *args):
+    return getattr(_engine, name)(*args)
+
+
+def prompt(number: int) -> np.ndarray:
+    """Token ids of a group's prompt, int32."""
+    return np.random.default_rng(number).integers(3, VOCABULARY, CONTEXT_TOKENS, np.int32)
+
+
+class TimedEngine:
+    """What both engines share: a number for each begin, and timed steps."""
+
+    def __init__(self):
+        from tailrace.lab.benchmarks.engine.step_parts import StepParts
+
+        self.parts, self.begun, self.names = StepParts(), 0, []
+
+    def run(self, steps: int) -> Steps:
+        tokens, drafted, wall_s, process_s = self.made(), 0, 0.0, 0.0
+        self.parts.take()
+        for _ in range(steps):
+            drafted += self.drafted()
+            wall, process = time.perf_counter(), time.process_time()
+            self.turn()
+            wall_s, process_s = wall_s + time.perf_counter() - wall, process_s + time.process_time() - process
+        return Steps(steps, self.made() - tokens, drafted, wall_s, process_s, self.parts.take())
+
+
+class StockEngine(TimedEngine):
+    """vLLM's LLMEngine with its own worker."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__()
+        self._tokens = 0
+        from tailrace.deployments.vllm_exact import launch
+
+        plain = launch.engine_arguments
+        launch.engine_arguments = lambda config: {k: v for k, v in plain(config).items() if k != "worker_cls"}
+        self._engine = launch.launch(config, 0)
+        from tailrace.lab.benchmarks.engine.step_parts import around_vllm
+
+        around_vllm(self.parts, self._engine)
+
+    def begin(self, samples: int) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self.begun += 1
+        settings = {"temperature": 1.0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "detokenize": False}
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA, **settings)
+        for number in range(samples):
+            tokens = prompt(self.begun * 1_000 + number // GROUP).tolist()
+            self.names.append(self._engine.add_request(f"{self.begun}-{number}", tokens_input(tokens), params))
+        waiting = {f"{self.begun}-{number}" for number in range(samples)}
+        while waiting:
+            waiting -= {output.request_id for output in self._engine.step()}
+
+    def turn(self) -> None:
+        self._tokens += sum(len(output.outputs[0].token_ids) for output in self._engine.step())
+
+    def made(self) -> int:
+        return self._tokens
+
+    def drafted(self) -> int:
+        return 0
+
+    def end(self) -> None:
+        self._engine.abort_request(self.names, internal=True)
+        self.names.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+class Answers(History):
+    """The feed of an engine whose groups have answers of an epoch before."""
+
+    def release(self, _group) -> None:
+        """It keeps nothing."""
+
+
+class OurEngine(TimedEngine):
+    """Our engine, as its replica's thread runs it: each turn obeys, steps and takes a snapshot of the figures."""
+
+    def __init__(self, config: EngineConfig, kind: str, pool: PoolEndpoint | None):
+        super().__init__()
+        self._kv = None if pool is None else KvPlan(0)
+        self._replayed, self._answers = kind == HIT, {}
+        self._policy = FixedBudget(tokens=HIT_TOKENS) if kind == HIT else Goodput()
+        from tailrace.deployments.engine.engine_loop import EngineLoop
+        from tailrace.deployments.engine.stepper import Stepper
+        from tailrace.lab.benchmarks.engine.step_parts import around_ours
+
+        feed = Answers(self._answers) if kind in (MISS, HIT) else None
+        self._stepper = Stepper(config, "bench", 0, 0, pool, feed)
+        around_ours(self.parts, self._stepper)
+        self._loop = EngineLoop(self._stepper)
+
+    def begin(self, samples: int) -> None:
+        self.begun += 1
+        for number in range(samples):
+            chunk = self._chunk(number)
+            self.names.append(chunk.chunk_id)
+            self._loop.submit(chunk, _refuse)
+        while not all(one.first_token_s for one in self._running()) or len(self._running()) < samples:
+            self._loop.turn(0.0)
+
+    def _chunk(self, number: int) -> ChunkRequest:
+        group, forced = f"{self.begun}/{number // GROUP}", None
+        ref, tokens = GroupRef(group, group), prompt(self.begun * 1_000 + number // GROUP)
+        if self._replayed:
+            forced = np.random.default_rng((self.begun, number)).integers(3, VOCABULARY, ANSWER_TOKENS, np.int32)
+            self._answers.setdefault(ref, []).append(PastAnswer(group, 0, 0, None, forced))
+        return ChunkRequest(
+            chunk_id=f"{self.begun}-{number}",
+            sample_key=sample_key(0, self.begun, group, number),
+            token_ids=tokens,
+            prompt_tokens=CONTEXT_TOKENS,
+            max_tokens=ANSWER_TOKENS,
+            sampling=SamplingParams(ignore_eos=True),
+            weights_version=0,
+            kv=self._kv,
+            draft=DraftPlan(ref, number % GROUP, 1, ANSWER_TOKENS, (0, 0), self._policy),
+            forced=forced,
+        )
+
+    def _running(self) -> list:
+        return list(self._stepper._running.values())
+
+    def turn(self) -> None:
+        self._loop.turn(0.0)
+
+    def made(self) -> int:
+        return self._stepper._work["tokens"]
+
+    def drafted(self) -> int:
+        """Draft tokens of the next step."""
+        return sum(len(one.request.spec_token_ids) for one in self._running())
+
+    def end(self) -> None:
+        for name in self.names:
+            self._loop.abort(name)
+        self.names.clear()
+        while self._stepper.busy:
+            self._loop.turn(0.0)
+
+
+def _refuse(result) -> None:
+    """Takes a chunk's result. A chunk that fails ends the benchmark: its engine has no work left."""
+    if isinstance(result, Exception):
+        raise result

@@ -1,0 +1,189 @@
+"""Our engine on the thread of a step, without Ray: chunks in, results out. Drafts come from answers given to it.
+
+Its workers have a PassClock, by vLLM's own setting for extensions.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, sample_key
+from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.lab.benchmarks.gpu.made_models import DUMMY, SHAPES, model_of
+from tailrace.lab.benchmarks.gpu.place import Place
+from tailrace.policies.families.drafting import FixedBudget
+from tailrace.policies.protocol.exactness import Exactness
+
+CLOCK = "tailrace.lab.benchmarks.gpu.pass_clock.PassClock"
+DRAFT_TOKENS = 4
+KV_GIB = {"1.7B": 24.0, "8B": 32.0}
+"""For 256 samples of 600 tokens, where 8 GiB do not suffice."""
+
+INVARIANT = "VLLM_BATCH_INVARIANT"
+EAGER = os.environ.get("TAILRACE_GPU_EAGER") == "1"
+"""A second try, after the first one's engine did not start: no torch.compile, no CUDA graphs."""
+
+
+def config_of(place: Place, model: str, eager: bool = False, running: int = 64, draft: str = "group",
+              runner: str = "v1", level: Exactness = "bits", **more) -> EngineConfig:  # fmt: skip
+    """Settings of an engine that fit the place: on CPUs always V1 and eager. `more`: GiB of its KV cache (`gib`), its
+    longest context (`length`), and arguments for vLLM.
+    """
+    gib, length, vllm_args = more.pop("gib", 8.0), more.pop("length", 4096), more
+    sizes = {"max_running": running, "max_model_len": length, "max_batched_tokens": 8192, "kv_cache_gib": gib}
+    if place.small:
+        sizes = {"max_running": 4, "max_model_len": 256, "max_batched_tokens": 64, "kv_cache_gib": 0.02}
+    if place.card and (eager or EAGER or place.small):
+        vllm_args["enforce_eager"] = True
+    return EngineConfig(
+        model=model,
+        device="gpu" if place.card else "cpu",
+        dtype=place.dtype,
+        exactness=level,
+        model_runner=runner if place.card else "v1",
+        block_tokens=16 if place.card else 32,  # as serve.gpu.yaml and serve.yaml have it
+        cores=None if place.card else 1,
+        draft=DraftConfig(method=draft, draft_tokens=DRAFT_TOKENS),
+        vllm_args={"worker_extension_cls": CLOCK} | vllm_args,
+        **sizes,
+    )
+
+
+def made(place: Place, shape: str, seed: int = 0) -> tuple[str, dict]:
+    """Returns the folder of a shape, or of the tiny one, and the arguments with which vLLM loads it."""
+    name = "tiny" if place.small else shape
+    arguments = {"load_format": "dummy"} if name in DUMMY else {}
+    return str(model_of(name, place.models, seed, place.device)), arguments
+
+
+def vocabulary_of(place: Place, shape: str) -> int:
+    return SHAPES["tiny" if place.small else shape].vocabulary
+
+
+def force_invariant(launch) -> None:
+    """Has engines of level `law` that are started later in this process run batch-invariant kernels all the same: with
+    an attention backend that `bits` refuses, or whose rows are to be measured.
+    """
+    settings = launch.process_settings
+    launch.process_settings = lambda *given: settings(*given) | {INVARIANT: "1"}
+
+
+class GivenAnswers:
+    """The feed of an engine: answers of an epoch before, which a step has given for a group."""
+
+    def __init__(self):
+        self._answers: dict[GroupRef, list[PastAnswer]] = {}
+        self._ready: list[Fetched] = []
+
+    def give(self, group: GroupRef, tokens: np.ndarray) -> None:
+        answer = PastAnswer(group.prompt_key, 0, 0, None, np.asarray(tokens, np.int32))
+        self._answers.setdefault(group, []).append(answer)
+
+    def hold(self, group: GroupRef) -> None:
+        if group in self._answers:
+            self._ready.append(Fetched(group, [], self._answers.pop(group)))
+
+    def take(self) -> list[Fetched]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def append(self, *_piece) -> None:
+        """There is no other engine that drafts from it."""
+
+    def rest(self, _group: GroupRef) -> None:
+        """It keeps nothing that could rest."""
+
+    def release(self, _group: GroupRef) -> None:
+        """It keeps nothing."""
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        """It holds nothing open."""
+
+
+def _attention_of(layer) -> str:
+    """The backend of one of vLLM's attention layers, with the version of FlashAttention where it is that."""
+    version = getattr(layer.impl, "vllm_flash_attn_version", None)
+    return layer.attn_backend.get_name() + (f" {version}" if version else "")
+
+
+class CheckedEngine:
+    """`start_s`: seconds that its start took. `version`: of its weights, for new chunks."""
+
+    def __init__(self, config: EngineConfig, pool=None):
+        from tailrace.deployments.engine.engine_loop import EngineLoop
+        from tailrace.deployments.engine.stepper import Stepper
+
+        began_s, self.answers, self.version = time.perf_counter(), GivenAnswers(), 0
+        feed = self.answers if config.draft.is_ours else None
+        self.stepper = Stepper(config, "gpu-check", 0, 0, pool, feed)
+        self.loop = EngineLoop(self.stepper)
+        self.start_s = time.perf_counter() - began_s
+
+    @property
+    def llm(self):
+        """vLLM's LLMEngine."""
+        return self.stepper._engine
+
+    def about(self) -> dict:
+        """Its start, and the choices that vLLM has made."""
+        config = self.llm.vllm_config
+        layers = config.compilation_config.static_forward_context.values()
+        return {
+            "start_s": self.start_s,
+            "compiled": str(config.compilation_config.mode),
+            "graphs": str(config.compilation_config.cudagraph_mode),
+            "attention": sorted({_attention_of(layer) for layer in layers if hasattr(layer, "attn_backend")}),
+            "kv_blocks": config.cache_config.num_gpu_blocks,
+        }
+
+    def chunk(self, name: str, sample: int, prompt: np.ndarray, made: Sequence[int], count: int, group: str = "",
+              drafts: int = 0, sampling: dict | None = None, **more) -> ChunkRequest:  # fmt: skip
+        """A chunk of `count` tokens that continues the tokens `made` so far. `drafts`: tokens of each draft."""
+        plan = None
+        if drafts:
+            budget = FixedBudget(tokens=drafts)
+            plan = DraftPlan(GroupRef(group, group), sample, 1, 512, (0, 0), budget)
+        return ChunkRequest(
+            chunk_id=name,
+            sample_key=sample_key(7, 0, group, sample),
+            token_ids=np.concatenate([prompt, np.asarray(made, np.int32)]).astype(np.int32),
+            prompt_tokens=len(prompt),
+            max_tokens=count,
+            sampling=SamplingParams(ignore_eos=True, **(sampling or {})),
+            weights_version=self.version,
+            draft=plan,
+            **more,
+        )
+
+    def run(self, chunks: list[ChunkRequest]) -> dict[str, ChunkResult]:
+        """Runs chunks together to their ends. Raises the error of one that failed."""
+        found: dict[str, ChunkResult | Exception] = {}
+        for one in chunks:
+            self.loop.submit(one, lambda result, one=one: found.__setitem__(one.chunk_id, result))
+        while len(found) < len(chunks):
+            self.turn()
+        for each in found.values():
+            if isinstance(each, Exception):
+                raise each
+        return found
+
+    def turn(self) -> None:
+        """One turn of the engine. Raises RuntimeError when the engine has ended."""
+        self.loop.turn(0.0)
+        if self.loop.problem:
+            raise RuntimeError(self.loop.problem)
+
+    def obeyed(self, future: Future):
+        """Turns until a command is done; returns its result."""
+        while not future.done():
+            self.loop.turn(0.0)
+        return future.result()

@@ -1,0 +1,62 @@
+"""Our engine: equal tokens however they are computed, and the times of its steps."""
+
+from tailrace.deployments.vllm_exact import launch
+from tailrace.lab.benchmarks.gpu.measurements import Measurements
+from tailrace.lab.benchmarks.gpu.place import Place
+from tailrace.lab.benchmarks.gpu.steps import decoding, exactness
+from tailrace.lab.benchmarks.gpu.steps.engine import (
+    KV_GIB,
+    CheckedEngine,
+    config_of,
+    force_invariant,
+    made,
+    vocabulary_of,
+)
+from tailrace.policies.protocol.exactness import Exactness
+
+
+def inputs(place: Place, runner: str, shape: str = "135M", level: Exactness = "bits", forced: str | None = None):
+    """The arguments that vLLM would get on a GPU."""
+    card, given = place._replace(card=True), settings_of(runner, level, forced)
+    config = config_of(card, f"a folder of {shape}", running=256, **given)
+    return launch.engine_arguments(config), launch.process_settings(config, None)
+
+
+def settings_of(runner: str, level: Exactness, forced: str | None) -> dict:
+    """Settings of an engine. `forced`: an attention backend that `bits` refuses."""
+    return {"runner": runner, "level": level} | ({} if forced is None else {"attention_backend": forced})
+
+
+def exact(step: Measurements, runner: str) -> None:
+    """Tokens of an eager engine."""
+    engine = started(step, "135M", eager=True, runner=runner)
+    exactness.SameSamples(step, engine, vocabulary_of(step.place, "135M")).compare()
+
+
+def times(step: Measurements, runner: str, shape: str = "135M", level: Exactness = "bits", forced: str | None = None):
+    """Tokens, flips, and times of steps, with CUDA graphs. A dummy model has times alone: all its words are alike.
+
+    `forced`: an attention backend that `bits` refuses, beside batch-invariant products; `level` is then law.
+    """
+    if forced is not None:
+        force_invariant(launch)
+    engine = started(step, shape, running=256, gib=KV_GIB.get(shape, 8.0), **settings_of(runner, level, forced))
+    vocabulary = vocabulary_of(step.place, shape)
+    if shape != "8B":
+        exactness.SameSamples(step, engine, vocabulary).compare()
+    if shape == "135M":
+        step.tried("flips", lambda: exactness.flips(step, engine, vocabulary))
+    decoding.our_times(step, engine, vocabulary)
+
+
+def started(step: Measurements, shape: str, pool=None, **settings) -> CheckedEngine:
+    """Starts an engine on a shape's model. Raises StepEnds if it does not start."""
+    found: list[CheckedEngine] = []
+
+    def start() -> dict:
+        model, arguments = made(step.place, shape)
+        found.append(CheckedEngine(config_of(step.place, model, **arguments, **settings), pool))
+        return found[0].about()
+
+    step.must(f"start of {shape}", start)
+    return found[0]

@@ -1,0 +1,273 @@
+"""What becomes of the tail: every tail policy on real replicas, beside static groups, samples that are sent whole to
+the replica with fewest in flight, and both with vLLM's suffix drafts.
+
+All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
+forgotten. Orders that draw do so alike within a turn, and again in the next: when the longest sample starts is luck.
+The earlier checkpoint is history for whoever drafts from it: ours reads it from disk, vLLM's suffix cache has rolled it
+out before. Replica-seconds are those in which a replica was up, from submission to the last sample.
+Called by `tailrace bench tail`.
+"""
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.cluster import service
+from tailrace.app.config import ServeFile, with_engine
+from tailrace.app.files.history_import import HistoryImport
+from tailrace.app.summary import summarise
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.context.archive import Archive
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.shard_set import EVERY
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.deployments.messages.status import ReplicasChanged
+from tailrace.lab.benchmarks.drafting.ladder import USUAL as ACCEPTED
+from tailrace.lab.benchmarks.live.medians import middle
+from tailrace.lab.benchmarks.live.probes import Probes, engines, pooled
+from tailrace.lab.benchmarks.live.tail_simulated import least_s, quickest, simulated
+from tailrace.lab.simulator.types import Cluster
+from tailrace.lab.verification.runs import GROUP, WHOLE, drafts
+from tailrace.lab.verification.services import Engine, Service
+from tailrace.lab.verification.tokens import whole
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.racing import USUAL, MethodProfile
+from tailrace.policies.families.registry import Policies
+
+BATCH = "bench-tail"
+SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
+STATIC = WHOLE | {"drafting": "off"}
+ROUTED = STATIC | {"ordering": "fcfs", "placement": "round_robin"}
+"""Today's trainers (verl's agent loop, prime-rl). All samples are sent at once, or one where another has ended: the one
+after the other is the replica with fewest in flight, or the only one with a place."""
+
+RACE = {"type": "fastest_of_n"}
+RUNGS = (*USUAL, *(MethodProfile(name, USUAL[0].curve, (ACCEPTED[name],)) for name in ("history", "ngram")))
+"""For copies that draft from parts of the index, where there is no draft model."""
+
+TAILS: dict[str, dict] = {
+    "hold": {"tail": "hold"},
+    "release": {"tail": "release"},
+    "consolidate": {"tail": "consolidate"},
+    "draft": {"tail": "draft"},
+    "race": {"tail": "hold", "racing": RACE | {"rungs": RUNGS}},
+    "auto": {"tail": "auto", "racing": RACE},
+}
+"""What freed replicas do; all else is as the configuration says. `draft` needs draft models for free places; `auto`
+races only where there is one: parts of the index are not expected to bring more than all of it."""
+
+WITH_SUFFIX = {"static_suffix": STATIC, "routed_suffix": ROUTED}
+"""Runs whose drafts are vLLM's suffix, each on a service of its own."""
+
+NAMES = ("static", "routed", "seer", *TAILS, *WITH_SUFFIX)
+"""Of all runs."""
+
+SETTLED_S = 5.0
+"""By then Serve has stopped what it was told to stop."""
+
+KEPT = (
+    "makespan_s", "tail_s", "drain_s", "mean_sample_s", "tokens", "moved_samples", "drafted_tokens", "accepted_share",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Replay:
+    """`groups` to roll out; of the checkpoint before theirs the same in `earlier`, and its texts as `lines`."""
+
+    groups: Sequence[PromptGroup]
+    earlier: Sequence[PromptGroup]
+    lines: Sequence[Mapping]
+    prompts: Prompts
+
+    @property
+    def step(self) -> int:
+        """Behind all that is history."""
+        return 1 + max(epoch["policy_step"] for line in self.lines for epoch in line["epochs"])
+
+    def remember(self, history_dir: Path) -> None:
+        """Have the earlier checkpoint on disk, as an epoch of history."""
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            file.writelines(json.dumps(line) + "\n" for line in self.lines)
+            file.flush()
+            archive = Archive(ContextConfig(history_dir=str(history_dir)), EVERY)
+            HistoryImport(archive, self.prompts, None, 0).add(Path(file.name), lambda _: None)
+
+
+def measure(
+    file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, say: Callable[[str], None],
+    names: Sequence[str] = NAMES,
+) -> dict:  # fmt: skip
+    """`runs` by name, of `names` alone, medians of the repeats, with all makespans; ratios are of makespans, above 1
+    the run is faster, and there are none to a baseline that is not among them.
+
+    `simulated`: the same without noise, of those that a replay can tell apart, so none with draft models. `evened_s`:
+    makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's lower bound
+    at the quickest steps that probes found here, and at the acceptance of that run, over its makespan.
+    """
+    replicas = file.application.args.replicas.max
+    with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
+        say(f"starting {replicas} replicas")
+        with service(_with(file, GROUP, Path(folder)), None) as client:
+            policies = {name: what for name, what in named(file, chunk_tokens).items() if name in names}
+            runs, probes = asyncio.run(_ours(client, policies, replay, replicas, repeats, Path(folder), say))
+        for name in (one for one in WITH_SUFFIX if one in names):
+            say(f"starting {replicas} replicas that draft by vLLM's suffix")
+            with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
+                runs[name] = asyncio.run(_suffix(client, name, replay, replicas, say))
+    cluster = Cluster(quickest(probes), replicas, replicas)
+    bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
+    replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
+    draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
+    may_be = file.application.args.replicas
+    limits, models = Limits(may_be.min, may_be.max), probes.models(pooled(probes.ladders))
+    return {
+        "runs": runs,
+        "ratio_to_static": ratios(runs, "static"),
+        "ratio_to_routed": ratios(runs, "routed"),
+        "ratio_to_suffix": ratios(runs, "static_suffix"),
+        "ratio_to_routed_suffix": ratios(runs, "routed_suffix"),
+        "simulated": simulated(replay.groups, replay.earlier, models, limits, draws, say),
+        "evened_s": evened({name: run for name, run in runs.items() if name in TAILS}),
+        "bound_s": bound_s,
+        "bound_share": {name: round(bound_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
+    }
+
+
+def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
+    """The two baselines, Seer's order in chunks, and the configured policies with every choice for the tail."""
+    configured = file.application.policies.model_dump()
+    configured["chunking"] |= {"chunk_tokens": chunk_tokens}
+    seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
+    found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED), "seer": Policies(**seer)}
+    found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
+    drafter = file.application.args.drafter
+    if drafter is None or not drafter.replicas.come_and_go:
+        del found["draft"]
+    return found
+
+
+def rotated(names: Sequence[str], turn: int, turns: int) -> tuple[str, ...]:
+    """Of each turn another one first: a machine that gets slower is no one's fault."""
+    first = turn * len(names) // turns
+    return (*names[first:], *names[:first])
+
+
+def drawn(policies: Policies, turn: int) -> Policies:
+    """The same, whose order draws what that turn draws, where it draws."""
+    ordering = policies.ordering
+    if not hasattr(ordering, "seed"):
+        return policies
+    return policies.model_copy(update={"ordering": ordering.model_copy(update={"seed": ordering.seed + turn})})
+
+
+def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: float) -> float:
+    """Replica-seconds between two `time.time()`, from changes in the order heard; before the first nothing is up."""
+    total, up, since_s = 0.0, 0, began_s
+    for change in changes:
+        at_s = min(max(change.at_s, began_s), ended_s)
+        total, up, since_s = total + up * (at_s - since_s), change.replicas, at_s
+    return total + up * (ended_s - since_s)
+
+
+def ratios(runs: Mapping[str, Mapping], to: str) -> dict[str, float]:
+    """How many times as fast as that run each was; nothing where it did not run."""
+    if to not in runs:
+        return {}
+    return {name: round(runs[to]["makespan_s"] / run["makespan_s"], 3) for name, run in runs.items()}
+
+
+def drain_s(ends_s: Sequence[float], places: int) -> float:
+    """Of samples that ended then: from when the replicas had places for all that were left, until the last one."""
+    ends_s = sorted(ends_s)
+    return ends_s[-1] - (ends_s[-places - 1] if len(ends_s) > places else 0.0)
+
+
+def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
+    """Makespans had all of them taken equally long until nothing waited: their median. Until then they do the same, and
+    differ by what else the machine did; then each takes its own median drain."""
+    heads = [
+        whole_s - drained_s
+        for run in runs.values()
+        for whole_s, drained_s in zip(run["all_makespan_s"], run["all_drain_s"], strict=True)
+    ]
+    return {name: round(median(heads) + run["drain_s"], 3) for name, run in runs.items()}
+
+
+async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
+    """Every run by name, taking turns, and the probes before each turn."""
+    await _all_up(client, replicas)
+    probes = Probes(client, replicas, say, await engines(client))
+    runs = {name: [] for name in policies_of}
+    for turn in range(repeats):
+        await _all_up(client, replicas)
+        await probes.look()
+        for name in rotated(tuple(policies_of), turn, repeats):
+            await client.forget_history()
+            replay.remember(history_dir)
+            await client.set_policies(drawn(policies_of[name], turn))
+            runs[name].append(await _roll(client, f"{name}-{turn}", replay, replicas))
+            say(f"{name}, {turn + 1} of {repeats}: {runs[name][-1]}")
+    return {name: middle(all_of) for name, all_of in runs.items()}, probes
+
+
+async def _suffix(client: RolloutClient, name: str, replay: Replay, replicas: int, say) -> dict:
+    """A run of WITH_SUFFIX; the earlier checkpoint first, which vLLM's cache then knows. Once: then it knows the
+    answers, too, and cannot be made to forget them."""
+    await client.set_policies(Policies(**WITH_SUFFIX[name]))
+    await _all_up(client, replicas)
+    say("rolling out the earlier checkpoint")
+    earlier = RolloutBatch(batch_id=f"{BATCH}-before", groups=tuple(replay.earlier))
+    _ = [group async for group in client.rollout(earlier)]
+    run = await _roll(client, name, replay, replicas)
+    say(f"{name}: {run}")
+    return middle([run])
+
+
+async def _roll(client: RolloutClient, name: str, replay: Replay, replicas: int) -> dict:
+    """Under a batch id of its own: what is known of groups in flight is kept by their names."""
+    await _all_up(client, replicas)
+    places = sum(replica.max_running for replica in (await client.status()).replicas)
+    await client.reset_caches()
+    heard: list[ReplicasChanged] = []
+    listening = asyncio.create_task(_listen(client, heard))
+    began_s = time.time()
+    try:
+        batch = RolloutBatch(batch_id=f"{BATCH}-{name}", groups=tuple(replay.groups), step=replay.step)
+        groups = [group async for group in client.rollout(batch)]
+    finally:
+        listening.cancel()
+    summary = summarise(groups)
+    summary["drain_s"] = round(drain_s([s.timings.finished_s for group in groups for s in group.samples], places), 3)
+    ended_s = began_s + summary["makespan_s"]
+    occupied = occupied_s(heard, began_s, ended_s)
+    returned = max(0.0, replicas * summary["makespan_s"] - occupied)  # not -0.0
+    kept = {key: summary[key] for key in KEPT}
+    return kept | {"replica_s": round(occupied, 3), "returned_replica_s": round(returned, 3)}
+
+
+async def _listen(client: RolloutClient, heard: list[ReplicasChanged]) -> None:
+    async for change in client.replica_changes():
+        heard.append(change)
+
+
+async def _all_up(client: RolloutClient, replicas: int) -> None:
+    """As a driver would have it before a step; a replica that the last run gave back at its end may still be there."""
+    await client.reserve(replicas)
+    await asyncio.sleep(SETTLED_S)
+    await whole(client, replicas)
+
+
+def _with(file: ServeFile, engine: Engine, history_dir: Path | None) -> ServeFile:
+    """The configuration with other drafts, and with history where it is told."""
+    file = with_engine(file, dict(engine))
+    application = file.application
+    context = ContextConfig(history_dir=str(history_dir)) if history_dir else None
+    args = application.args.model_copy(update={"context": context})
+    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})

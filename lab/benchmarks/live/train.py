@@ -1,0 +1,154 @@
+"""Whole steps of training, rollout and gradients, by one trainer in several modes over the same tokens.
+
+Recorded answers are replayed: engine steps and gradients are computed for real, the trace decides tokens and rewards.
+Baselines: static groups without drafts and a trainer that waits (verl's shape), and TRL's own generation. Modes take
+turns on one service. Called by `tailrace bench train`.
+"""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.cluster import service
+from tailrace.app.config import ServeFile
+from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.record.ledger import LedgerRow
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace.lab.verification.runs import WHOLE
+from tailrace.policies.families.placement import FirstFit
+from tailrace.policies.families.registry import Policies
+
+STATIC, TRL = "static", "trl"
+MODES = {STATIC: "sync", "sync": "sync", "overlap": "overlap", "one_step_off": "one_step_off"}
+"""Names of the runs over the service, with the learner's mode."""
+
+NAMES = (*MODES, TRL)
+
+RECORDED = "tailrace.lab.benchmarks.live.recorded_rewards:reward"
+
+Answers = Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Recorded answers by the token ids of their prompt."""
+
+
+@dataclass(frozen=True)
+class TrainingReplay:
+    """`prompts`: a file of prompts for the task, whose epoch is `steps` steps; `answers`: to each of them."""
+
+    prompts: Path
+    answers: Answers
+    groups: int
+    samples: int
+    max_tokens: int
+    steps: int
+
+    def config(self, model: str, mode: str, steps: int) -> TrainConfig:
+        """Every question comes once, so no draft has an answer of an earlier step."""
+        task = {"prompts": self.prompts, "chat": False, "reward": RECORDED, "held_out": 0, "train": len(self.answers)}
+        trainer = {"shares_cores": True, "max_held_gradients": self.groups - 1, "samples_per_pass": 1}
+        return TrainConfig(
+            model=model,
+            task=task,
+            steps=steps,
+            groups=self.groups,
+            samples=self.samples,
+            max_tokens=self.max_tokens,
+            mode=mode,
+            checkpoint_every=1000,
+            trainer=trainer,
+        )
+
+
+class ReplayingClient:
+    """A client whose rollouts replay recorded answers."""
+
+    def __init__(self, client: RolloutClient, answers: Answers):
+        self._client, self._answers = client, answers
+
+    def __getattr__(self, name: str):
+        return getattr(self._client, name)
+
+    def rollout_blocking(self, batch: RolloutBatch) -> Iterator[GroupResult]:
+        """The batch, each group with its recorded answers."""
+        groups = tuple(
+            group.model_copy(update={"forced_token_ids": self._answers[group.token_ids]}) for group in batch.groups
+        )
+        return self._client.rollout_blocking(batch.model_copy(update={"groups": groups}))
+
+
+def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: Callable[[str], None]) -> dict:
+    """`modes` by name: seconds a step (`step_s`), their `ratio` to static groups, the idle share of replicas, and the
+    share of the bound: all seconds of cores that engines and trainer took, over all cores."""
+    engine = file.application.args.engine
+    cores = file.application.args.replicas.max * (engine.cores or 1)
+    rows: dict[str, list[LedgerRow]] = {}
+    with TemporaryDirectory(prefix="tailrace-bench-train-") as folder:
+        with service(file, None) as client:
+            configured = file.application.policies
+            for name in (name for name in MODES if name in names):
+                asyncio.run(_prepare(client, policies_of(name, configured)))
+                rows[name] = _trained(client, replay, engine.model, name, Path(folder) / name, say)
+        modes = {name: figures(of_mode, cores) for name, of_mode in rows.items()}
+        if TRL in names:
+            from tailrace.lab.benchmarks.live.train_trl import trl_step_s
+
+            say("trl: TRL's own trainer and generation")
+            modes[TRL] = {"step_s": trl_step_s(replay, engine.model, Path(folder) / TRL), "idle_share": None}
+    base = modes.get(STATIC)
+    for figure in modes.values():
+        figure["ratio"] = base and round(base["step_s"] / figure["step_s"], 3)
+    return {"cores": cores, "tokens": [row.tokens for row in next(iter(rows.values()), [])], "modes": modes}
+
+
+def policies_of(name: str, configured: Policies) -> Policies:
+    """Of a run. Where gradients run beside engines, the last samples gather on few of them."""
+    if name == STATIC:
+        return Policies(**WHOLE | {"drafting": "off"})
+    return configured if name == "sync" else configured.model_copy(update={"placement": FirstFit()})
+
+
+def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
+    """Means over the steps. `bound_share`: work that was done, over all cores, as a share of the step."""
+    step_s = mean(row.seconds.step for row in rows)
+    busy_s = mean(row.replica_s - row.idle_replica_s for row in rows)
+    trainer_s = mean(row.trainer_cpu_s for row in rows)
+    kinds = {
+        kind: round(mean(getattr(row.seconds, kind) for row in rows), 2) for kind in type(rows[0].seconds).model_fields
+    }
+    return {
+        "step_s": round(step_s, 2),
+        "idle_share": round(sum(row.idle_replica_s for row in rows) / sum(row.replica_s for row in rows), 3),
+        "engine_core_s": round(busy_s, 2),
+        "trainer_core_s": round(trainer_s, 2),
+        "bound_share": round((busy_s + trainer_s) / cores / step_s, 3),
+        "staleness": mean(row.staleness.mean for row in rows),
+        "reward": round(mean(row.reward_mean for row in rows), 4),
+        "groups_without_gradient": sum(row.groups_without_gradient for row in rows),
+        "seconds": kinds,
+        "weights": [row.weights_checksum for row in rows],
+    }
+
+
+def _trained(client, replay: TrainingReplay, model: str, name: str, folder: Path, say) -> list[LedgerRow]:
+    """The steps that count: the first one warms up, and a mode that is ahead has nothing to be ahead of in its last."""
+    from tailrace.app.train.record.run_folder import RunFolder
+    from tailrace.app.train.run import train
+    from tailrace.app.train.task import read_task
+
+    ahead = MODES[name] == "one_step_off"
+    config = replay.config(model, MODES[name], replay.steps + 1 + ahead)
+    say(f"{name}: {config.steps} steps")
+    client = ReplayingClient(client, replay.answers)
+    rows = train(client, config, read_task(config.task), RunFolder(folder, config), say).rows
+    gc.collect()  # a trainer is full of cycles: those of four modes together took 15 GB, and Ray killed engines
+    return rows[1 : replay.steps + 1]
+
+
+async def _prepare(client: RolloutClient, policies: Policies) -> None:
+    await client.set_policies(policies)
+    await client.forget_history()
+    await client.reset_caches()

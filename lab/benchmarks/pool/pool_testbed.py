@@ -1,0 +1,164 @@
+"""A KV pool and engines around it, without Ray: what the benchmarks of the pool run on.
+
+Every engine is a process of its own, bound to its own core, as a replica is. Invariant: what was started is stopped,
+and nothing outlives this process. Called by lab/benchmarks/pool/kvpool.py and soak.py.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from threading import Thread
+from typing import Any
+
+from tailrace.app.errors import Failed
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
+from tailrace.deployments.messages.command import ResetCache
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.keys import NAME_BYTES
+from tailrace.kvpool.master import KvMaster
+from tailrace.kvpool.programs import free_port
+from tailrace.kvpool.status import PoolDown
+from tailrace.kvpool.store_node import KvStoreNode
+
+HOST = "127.0.0.1"
+MOUNT_S = 30.0
+
+_runner: Any = None
+"""In an engine's process: its EngineRunner."""
+
+
+def run(work: Coroutine[Any, Any, dict]) -> dict:
+    """What a benchmark's coroutine returns; Failed, in one line, when pool or engines do not start or die."""
+    try:
+        return asyncio.run(work)
+    except PoolDown as error:
+        raise Failed(str(error)) from None
+    except BrokenProcessPool:
+        raise Failed("the process of an engine did not start, or died; see what it wrote above") from None
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A master and one store node, on loopback."""
+
+    master: KvMaster
+    endpoint: PoolEndpoint
+
+
+@asynccontextmanager
+async def running_pool(config: PoolConfig) -> AsyncIterator[Pool]:
+    """Raises PoolDown, in one line, when its memory is not there after MOUNT_S."""
+    os.environ.update(MC_LOG_LEVEL="ERROR")  # of Mooncake's clients here and in the processes started from here
+    master = KvMaster(config, HOST, free_port(HOST), free_port(HOST))
+    node = KvStoreNode(config, "node", master.address, HOST, free_port(HOST), master.report)
+    reporting = asyncio.create_task(node.run())
+    try:
+        yield Pool(master, await node.endpoint(MOUNT_S))
+    finally:
+        reporting.cancel()
+        await node.stop()
+        await master.stop()
+
+
+class Engine:
+    """One engine in a process of its own; its methods are its only calls, one at a time."""
+
+    def __init__(self, config: EngineConfig, rank: int, pool: PoolEndpoint):
+        arguments = (config, rank, pool)
+        self._process = ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=arguments)
+
+    async def run(self, chunks: list[ChunkRequest]) -> list[tuple[ChunkResult, float]]:
+        """All at once; each result with the seconds from its submission until it was handed out, saves included."""
+        return await self._ask(_run, chunks)
+
+    async def forget(self) -> None:
+        """Empty the local prefix cache."""
+        await self._ask(_forget)
+
+    async def stats(self) -> EngineStats:
+        return await self._ask(_stats)
+
+    async def pid(self) -> int:
+        return await self._ask(os.getpid)
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._process.shutdown, cancel_futures=True)
+
+    async def _ask(self, function: Callable, *arguments) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._process, function, *arguments)
+
+
+@asynccontextmanager
+async def running_engines(config: EngineConfig, pool: PoolEndpoint) -> AsyncIterator[tuple[Engine, Engine]]:
+    """Two engines that share the pool; raises BrokenProcessPool when one does not start (it says why on stderr)."""
+    engines = Engine(config, 0, pool), Engine(config, 1, pool)
+    try:
+        await asyncio.gather(*(engine.pid() for engine in engines))
+        yield engines
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+async def give_back(pool: "Pool", keys: list[str]) -> None:
+    """Have the pool forget keys, those in use as soon as they are not."""
+    while keys:
+        _, keys = await pool.master.release(keys)
+        await asyncio.sleep(0.2 if keys else 0)
+
+
+def keys_of(stats: EngineStats, names: bytes) -> list[str]:
+    """All keys under which the pool keeps the blocks that a result names."""
+    blocks = [names[i : i + NAME_BYTES].hex() for i in range(0, len(names), NAME_BYTES)]
+    return [f"{prefix}@{block}" for prefix in stats.key_prefixes for block in blocks]
+
+
+def chunk_of(chunk_id: str, key: int, tokens, prompt_tokens: int, max_tokens: int, kv: KvPlan | None) -> ChunkRequest:
+    """A chunk at temperature 1 under weights version 0, no filters."""
+    return ChunkRequest(chunk_id, key, tokens, prompt_tokens, max_tokens, SamplingParams(), 0, kv=kv)
+
+
+# ---- in the process of an engine -----------------------------------------------------------------------
+
+
+def _start(config: EngineConfig, rank: int, pool: PoolEndpoint) -> None:
+    global _runner  # noqa: PLW0603 - a worker process has no other place for what its calls share
+    Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs to stdout, which belongs to the result
+    from tailrace.deployments.engine.runner import EngineRunner
+
+    _runner = EngineRunner(config, f"engine-{rank}", 0, rank, pool)
+
+
+def _end_with_parent() -> None:
+    parent_process().join()
+    os._exit(1)  # the queue that this process waits for does not notice that nobody writes to it any more
+
+
+def _run(chunks: list[ChunkRequest]) -> list[tuple[ChunkResult, float]]:
+    answers: list[Future] = [Future() for _ in chunks]
+    began_s = time.monotonic()
+    for chunk, answer in zip(chunks, answers, strict=True):
+        _runner.submit(chunk, lambda result, answer=answer: answer.set_result((result, time.monotonic() - began_s)))
+    results = [answer.result() for answer in answers]
+    for result, _ in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def _forget() -> None:
+    if not _runner.ask(ResetCache()).result():
+        raise RuntimeError("the engine's cache is in use and cannot be forgotten")
+
+
+def _stats() -> EngineStats:
+    return _runner.stats()

@@ -1,0 +1,1 @@
+"""Reproductions of papers that nothing in the product needs."""
