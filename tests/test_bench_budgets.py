@@ -8,12 +8,12 @@ import pytest
 from tailrace.app.errors import BadInput
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.messages.context import PastAnswer
-from tailrace.lab.benchmarks.drafting.budgets import CPU, History, Replica, cost_of, measure, workload
-from tailrace.lab.benchmarks.drafting.drafts import Rollouts
+from tailrace.lab.benchmarks.drafting.budgets import CPU, EarlierDrafts, Replica, cost_of, measure, workload
+from tailrace.lab.benchmarks.drafting.drafts import RecordedRollouts
 from tailrace.policies.families.registry import load_policy
 
 
-def rollouts(alike: float) -> list[Rollouts]:
+def rollouts(alike: float) -> list[RecordedRollouts]:
     """Two prompts of four samples that share `alike` of a common text."""
     rng = np.random.default_rng(3)
     made = []
@@ -21,13 +21,13 @@ def rollouts(alike: float) -> list[Rollouts]:
         text = rng.integers(0, 5000, 90).astype(np.int32)
         samples = [np.where(rng.random(90) < alike, text, rng.integers(0, 5000, 90)).astype(np.int32) for _ in range(5)]
         history = [PastAnswer("", 0, 0, None, samples.pop())]
-        made.append(Rollouts(rng.integers(0, 5000, 20).astype(np.int32), samples[:1], samples, history))
+        made.append(RecordedRollouts(rng.integers(0, 5000, 20).astype(np.int32), samples[:1], samples, history))
     return made
 
 
 def outcome(policy: str, alike: float, running: int = 4):
     chunks, history = workload(rollouts(alike), load_policy("drafting", policy))
-    return Replica(IndexSettings(), chunks[0].draft.policy, CPU, running, History(history)).run(chunks)
+    return Replica(IndexSettings(), chunks[0].draft.policy, CPU, running, EarlierDrafts(history)).run(chunks)
 
 
 @pytest.mark.parametrize("policy", ["off", "fixed", "aimd", "goodput"])

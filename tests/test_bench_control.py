@@ -9,7 +9,7 @@ import pytest
 from tailrace.app.cli import run
 from tailrace.lab.benchmarks.control_plane import control_line, control_socket
 from tailrace.lab.benchmarks.control_plane.control import result_token
-from tailrace.lab.benchmarks.control_plane.control_pool import Process
+from tailrace.lab.benchmarks.control_plane.control_pool import ObservedProcess
 from tailrace.lab.benchmarks.control_plane.rpc_latency import IN_FLIGHT, WARM_UP, cost_of, spread_us
 from tailrace.lab.benchmarks.control_plane.stream_cost import APART_S, ITEM_BYTES, cost_of_stream, sent_items
 
@@ -79,7 +79,7 @@ def test_a_token_of_a_result_has_bytes_for_its_id_and_two_logprobs():
 
 
 def test_the_kernel_tells_of_a_process():
-    process = Process(os.getpid())
+    process = ObservedProcess(os.getpid())
     before_s, before_bytes = process.cpu_s, process.resident_bytes
     kept = np.ones(8 << 20)
     assert process.resident_bytes >= before_bytes + kept.nbytes // 2

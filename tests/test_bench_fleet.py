@@ -10,14 +10,14 @@ from tailrace.lab.benchmarks.control_plane.fleet_load import (
     CHUNK_TOKENS,
     MAX_TOKENS,
     Age,
-    Piece,
+    LoadPiece,
     aged,
     length_of,
     piece,
 )
 
 
-def answer(key: int, age: Age) -> list[Piece]:
+def answer(key: int, age: Age) -> list[LoadPiece]:
     """The chunks of one answer."""
     pieces, done = [], 0
     while not (pieces and pieces[-1].stops):

@@ -11,7 +11,7 @@ from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.kvpool.keys import block_name, version_of, version_pattern
 from tailrace.lab.benchmarks.pool.kvpool import break_even
 from tailrace.lab.benchmarks.pool.pool_testbed import keys_of
-from tailrace.lab.benchmarks.pool.soak import CHUNK_TOKENS, PROMPT_TOKENS, Sample, Watch, growth_percent
+from tailrace.lab.benchmarks.pool.soak import CHUNK_TOKENS, PROMPT_TOKENS, SoakSample, Watch, growth_percent
 from tailrace.policies.protocol.events import ChunkEnd
 
 
@@ -58,13 +58,13 @@ def test_keys_are_spelled_as_the_pool_spells_them():
     assert all(version_of(key) == 3 and re.search(version_pattern(3), key) for key in keys)
 
 
-def result_of(sample: Sample, end: ChunkEnd) -> ChunkResult:
+def result_of(sample: SoakSample, end: ChunkEnd) -> ChunkResult:
     tokens, none = np.arange(CHUNK_TOKENS, dtype=np.int32), np.zeros(0, np.float32)
     return ChunkResult("c", tokens, none, none, end, 0, 0.0, 0.0, 0.0, 0, 0, kv_names=b"names")
 
 
 def test_a_sample_changes_sides_at_every_chunk_end_until_it_has_its_length():
-    sample, plans, sides = Sample(1, 0), [], []
+    sample, plans, sides = SoakSample(1, 0), [], []
     goes_on = True
     while goes_on:
         chunk = sample.chunk()
@@ -80,7 +80,7 @@ def test_a_sample_changes_sides_at_every_chunk_end_until_it_has_its_length():
 
 
 def test_a_sample_that_stops_is_over():
-    assert not Sample(1, 0).take(result_of(Sample(1, 0), ChunkEnd.STOP))
+    assert not SoakSample(1, 0).take(result_of(SoakSample(1, 0), ChunkEnd.STOP))
 
 
 def test_growth_is_from_the_first_look_after_settling_to_the_last():

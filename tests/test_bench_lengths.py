@@ -7,7 +7,7 @@ import pytest
 
 from tailrace.app.cli import run
 from tailrace.app.errors import BadInput
-from tailrace.lab.benchmarks.drafting.lengths import Group, measure, rank_correlation, read_batches
+from tailrace.lab.benchmarks.drafting.lengths import RecordedGroup, measure, rank_correlation, read_batches
 from tailrace.policies.families.registry import members
 
 NAMES = {*members("lengths"), "always_max", "oracle"}
@@ -28,14 +28,14 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def scattered(seed, prompts=30, samples=16, between=1.0) -> list[tuple[Group, ...]]:
+def scattered(seed, prompts=30, samples=16, between=1.0) -> list[tuple[RecordedGroup, ...]]:
     """Log-normal lengths: `between` times as much spread between prompts as within one; and one epoch of history."""
     rng = np.random.default_rng(seed)
     groups = []
     for _ in range(prompts):
         mean = 5.0 + between * 0.5 * rng.standard_normal()
         now, past = (np.exp(mean + 0.5 * rng.standard_normal(samples)).astype(int) + 1 for _ in range(2))
-        groups.append(Group(tuple(now.tolist()), (tuple(past.tolist()),)))
+        groups.append(RecordedGroup(tuple(now.tolist()), (tuple(past.tolist()),)))
     return [tuple(groups)]
 
 
@@ -43,8 +43,8 @@ def test_the_last_checkpoint_is_the_batch_and_the_others_are_its_history_newest_
     lines = [line("a", [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 300]), line("b", [1] * 4, [2] * 4, [3] * 5)]
     batches = read_batches(lines, words, samples=2, max_tokens=100)
     assert batches == [
-        (Group((9, 10), ((5, 6), (1, 2))), Group((3, 3), ((2, 2), (1, 1)))),
-        (Group((11, 100), ((7, 8), (3, 4))), Group((3, 3), ((2, 2), (1, 1)))),
+        (RecordedGroup((9, 10), ((5, 6), (1, 2))), RecordedGroup((3, 3), ((2, 2), (1, 1)))),
+        (RecordedGroup((11, 100), ((7, 8), (3, 4))), RecordedGroup((3, 3), ((2, 2), (1, 1)))),
     ]
 
 
@@ -93,7 +93,7 @@ def test_where_prompts_differ_history_tells_and_mates_tell_more():
 
 def test_nobody_left_to_guess_is_no_number():
     """Answers of one token: after a quarter of them all have ended."""
-    result = measure([(Group((1,) * 16, ()),)], max_tokens=64)
+    result = measure([(RecordedGroup((1,) * 16, ()),)], max_tokens=64)
     assert result["policies"]["shrunk"]["at_share"]["25"] == {"rank_correlation": 0.0, "class_accuracy": None}
 
 

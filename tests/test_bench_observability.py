@@ -12,7 +12,7 @@ from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.lab.benchmarks.observability.totals import NoTotals, TimedTotals
 from tailrace.lab.benchmarks.observability.tracing_cost import collector
-from tailrace.lab.benchmarks.observability.windows import WINDOW_S, Window, costs
+from tailrace.lab.benchmarks.observability.windows import WINDOW_S, QuietWindow, costs
 from tailrace.policies.protocol.actions import SampleEnd
 
 PROGRAM = """
@@ -67,8 +67,8 @@ def test_timed_totals_count_as_the_service_s_and_no_totals_count_nothing():
 
 
 def test_costs_are_of_the_loop_without_them_and_of_a_core():
-    off = Window(ends=1_000, loop_s=2.01, counting_s=0.0, reading_s=0.0, tracing_s=0.01, looking_s=0.0)
-    on = Window(ends=2_000, loop_s=4.1, counting_s=0.01, reading_s=0.01, tracing_s=0.02, looking_s=0.06)
+    off = QuietWindow(ends=1_000, loop_s=2.01, counting_s=0.0, reading_s=0.0, tracing_s=0.01, looking_s=0.0)
+    on = QuietWindow(ends=2_000, loop_s=4.1, counting_s=0.01, reading_s=0.01, tracing_s=0.02, looking_s=0.06)
     found = costs([off], [on])
     assert found["of_loop"] == {"metrics": 0.005, "traces": 0.005, "board": 0.015, "all": 0.025}
     assert found["of_core"]["all"] == pytest.approx(0.1 / WINDOW_S, abs=1e-5)

@@ -4,7 +4,7 @@ import pytest
 
 from tailrace.app.cli import run
 from tailrace.lab.benchmarks.engine.overhead import figures, ratios, tables
-from tailrace.lab.benchmarks.engine.overhead_engines import Steps
+from tailrace.lab.benchmarks.engine.overhead_engines import TimedSteps
 from tailrace.lab.benchmarks.engine.step_parts import OUTSIDE, StepParts
 
 
@@ -42,9 +42,9 @@ def test_a_part_has_its_own_time_alone():
     assert parts.take() == {OUTSIDE: 1.0, "inner": 1.0}, "a call that raises has ended, too"
 
 
-def steps(process_s: float, model_s: float, sampler_s: float) -> Steps:
+def steps(process_s: float, model_s: float, sampler_s: float) -> TimedSteps:
     parts_s = {"model": model_s, "sampler": sampler_s, "runner": 0.01, "proposals": 0.003, "feed": 0.001}
-    return Steps(steps=2, tokens=32, drafted=8, wall_s=2 * process_s, process_s=process_s, parts_s=parts_s)
+    return TimedSteps(steps=2, tokens=32, drafted=8, wall_s=2 * process_s, process_s=process_s, parts_s=parts_s)
 
 
 def test_ratios_are_of_the_same_rounds():

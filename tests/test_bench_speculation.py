@@ -9,12 +9,12 @@ from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
 from tailrace.deployments.messages.status import ReplicaStatus, ServiceSnapshot
 from tailrace.lab.benchmarks.commands.bench import command
 from tailrace.lab.benchmarks.live.pictures import acceptance_over_time
-from tailrace.lab.benchmarks.live.speculation import BUDGETS, Look, ratios, shares
+from tailrace.lab.benchmarks.live.speculation import BUDGETS, SpeculationLook, ratios, shares
 from tailrace.policies.families.draft_models import Planned
 from tailrace.policies.families.registry import Policies, members
 
 
-def look(at_s: float, waiting: int, running: tuple[int, ...], **work: int) -> Look:
+def look(at_s: float, waiting: int, running: tuple[int, ...], **work: int) -> SpeculationLook:
     replicas = tuple(
         ReplicaStatus(
             replica_id=str(i), ready=True, running=count, max_running=16, kv_used_share=0.0, weights_version=0,
@@ -23,7 +23,7 @@ def look(at_s: float, waiting: int, running: tuple[int, ...], **work: int) -> Lo
         for i, count in enumerate(running)
     )  # fmt: skip
     known = {"waiting": waiting, "running": sum(running), "replicas": replicas}
-    return Look(at_s, ServiceSnapshot(**known, batches=(), observed_s=0.0, waits_for=None, policies={}))
+    return SpeculationLook(at_s, ServiceSnapshot(**known, batches=(), observed_s=0.0, waits_for=None, policies={}))
 
 
 def test_the_tail_is_where_nothing_waits_and_no_replica_runs_more_than_two():

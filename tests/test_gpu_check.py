@@ -11,7 +11,7 @@ import pytest
 from test_imports import loaded
 
 from tailrace.lab.benchmarks.gpu import catalog, check
-from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, Ended, Processes, Step, drive
+from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, CheckStep, Processes, StepEnded, drive
 from tailrace.lab.benchmarks.gpu.place import ROOT, Place, libraries_of
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines, figures, table
 
@@ -28,8 +28,8 @@ ENDS = {
 }
 
 
-def step(name: str, expected_s: float = 0, limit_s: float = 60, **more) -> Step:
-    return Step(name, expected_s, limit_s, 1, "", "", **more)
+def step(name: str, expected_s: float = 0, limit_s: float = 60, **more) -> CheckStep:
+    return CheckStep(name, expected_s, limit_s, 1, "", "", **more)
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def run(tmp_path):
     results = ResultLines(tmp_path)
     with (tmp_path / "log.txt").open("ab") as log:
 
-        def command(one: Step) -> list[str]:
+        def command(one: CheckStep) -> list[str]:
             return [sys.executable, "-c", ENDS[one.name], str(results.path), one.name, str(tmp_path / "child")]
 
-        def driven(*steps: Step, until_s: float = 600) -> dict[str, str]:
+        def driven(*steps: CheckStep, until_s: float = 600) -> dict[str, str]:
             processes = Processes(command, lambda _step: dict(os.environ), log)
             return drive(steps, processes, results, until_s, lambda line: None)
 
@@ -80,7 +80,7 @@ def test_a_step_is_tried_once_more_with_other_settings(run):
 def test_a_second_try_needs_time_too(tmp_path):
     def fails(_step, _settings, _limit_s):
         time.sleep(0.3)
-        return Ended(FAILED, "no")
+        return StepEnded(FAILED, "no")
 
     results, one = ResultLines(tmp_path), step("a", expected_s=9.8, second_try={"MENDED": "1"})
     assert drive([one], fails, results, 10.0, lambda line: None) == {"a": FAILED}

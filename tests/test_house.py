@@ -84,8 +84,11 @@ def known_classes() -> frozenset[str]:
 
 
 def crowded_calls(tree: ast.Module) -> list[str]:
-    """Constructors of ours that are given more than MAX_POSITIONAL values without their names."""
-    calls = (node for node in nodes_of(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    """Constructors of ours that are given over MAX_POSITIONAL values without their names; a table's rows aside."""
+    tables = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    rows = {id(row) for table in tables for row in ast.walk(table)}
+    calls = (each for each in nodes_of(tree) if isinstance(each, ast.Call) and isinstance(each.func, ast.Name))
+    calls = (call for call in calls if id(call) not in rows)
     crowded = (call for call in calls if call.func.id in known_classes() and len(call.args) > MAX_POSITIONAL)
     return [f"{call.func.id}, line {call.lineno}" for call in crowded]
 
@@ -125,9 +128,13 @@ def borrowed(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
 
 
 def test_no_class_uses_attributes_that_another_class_is_expected_to_have():
-    """A part is an object with what it needs. `ExactWorker` alone is mixed into one of vLLM's workers."""
+    """A part is an object with what it needs. These alone are mixed into classes of vLLM."""
     classes = {each.name: each for name in EVERY for each in nodes_of(tree_of(name)) if isinstance(each, ast.ClassDef)}
-    assert {name for name, each in classes.items() if borrowed(each, classes)} == {"ExactWorker"}
+    assert {name for name, each in classes.items() if borrowed(each, classes)} == {
+        "ExactWorker",
+        "PassClock",
+        "TimedEngine",
+    }
 
 
 def test_a_borrowed_attribute_is_found():

@@ -9,15 +9,15 @@ from tailrace.app.cli import run
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
 from tailrace.lab.benchmarks.drafting.acceptance_profiles import profiles, rate
-from tailrace.lab.benchmarks.drafting.drafts import Rollouts
-from tailrace.lab.benchmarks.drafting.ladder import RATES, Method, ladders, model_method, rung
+from tailrace.lab.benchmarks.drafting.drafts import RecordedRollouts
+from tailrace.lab.benchmarks.drafting.ladder import RATES, Rung, ladders, model_method, rung
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.protocol.step_cost import StepCost
 
 COST = StepCost((1, 16, 128), (0.010, 0.016, 0.080))
 SMALL = StepCost((1, 16), (0.001, 0.002))
-FREE = Method("free", lambda samples, window: 0.0, (0.5, 0.7))
-SLOW = Method("slow", lambda samples, window: 0.2 * window, (0.9,))
+FREE = Rung("free", lambda samples, window: 0.0, (0.5, 0.7))
+SLOW = Rung("slow", lambda samples, window: 0.2 * window, (0.9,))
 MODEL = model_method(SMALL, 0.7)
 
 
@@ -83,7 +83,7 @@ def test_a_profile_tells_samples_apart():
     """One repeats its mates, the other nobody; look-ups that know the first are right in it alone."""
     chance = np.random.default_rng(0)
     prompt, text, other = (chance.integers(0, 500, size).astype(np.int32) for size in (8, 117, 117))
-    rollouts = [Rollouts(prompt, [text, other], [text] * 7, [])]
+    rollouts = [RecordedRollouts(prompt, [text, other], [text] * 7, [])]
     found = profiles(rollouts, lambda tokens, most: text[len(tokens) - 8 :][:most], lambda said: None)
     assert set(found) == {"group", "ngram"}, "without earlier answers nothing is known of them"
     assert found["ngram"] == (1.0, pytest.approx(0.0, abs=0.05))

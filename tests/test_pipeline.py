@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.lab.research.histopipe.policy import HistoPipe, Prompt, beta, in_order, rank
+from tailrace.lab.research.histopipe.policy import HistoPipeline, Prompt, beta, in_order, rank
 from tailrace.policies.models.tiers import flattest, plan_tiers
 
 lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=3).map(tuple)
@@ -29,7 +29,7 @@ def mean_of(ranked, at) -> float:
 def test_each_prompt_is_assigned_once_and_each_worker_is_used_where_there_is_work(
     given, workers, step, two_tier, ranks
 ):
-    policy = HistoPipe(two_tier=two_tier, ranking_groups=ranks)
+    policy = HistoPipeline(two_tier=two_tier, ranking_groups=ranks)
     groups = policy.assign(given, workers, step, by_longest, 0.0)
     assert sorted(worker for group in groups for worker in group.workers) == list(range(workers))
     shares = [share for group in groups for share in group.shares]
@@ -50,12 +50,12 @@ def known(n: int) -> list[Prompt]:
 
 def test_ranks_rise_and_the_order_of_workers_alternates():
     given, at = known(24), {prompt.prompt_id: prompt for prompt in known(24)}
-    odd, even = (HistoPipe(two_tier=False).assign(given, 8, step, by_longest, 0.0) for step in (1, 2))
+    odd, even = (HistoPipeline(two_tier=False).assign(given, 8, step, by_longest, 0.0) for step in (1, 2))
     assert [mean_of(group, at) for group in odd] == sorted(mean_of(group, at) for group in odd)
     assert [group.workers for group in odd] == [(i,) for i in range(8)]
     assert [group.workers for group in even] == [(7 - i,) for i in range(8)]
     assert [group.shares for group in odd] == [group.shares for group in even]
-    fixed = [HistoPipe(two_tier=False, alternate=False).assign(given, 8, step, by_longest, 0.0) for step in (1, 2)]
+    fixed = [HistoPipeline(two_tier=False, alternate=False).assign(given, 8, step, by_longest, 0.0) for step in (1, 2)]
     assert fixed[0] == fixed[1]
     for worker in range(8):  # what is long now is short next: both together are the same for all
         both = [group for groups in (odd, even) for group in groups if worker in group.workers]
@@ -63,7 +63,7 @@ def test_ranks_rise_and_the_order_of_workers_alternates():
 
 
 def test_without_history_prompts_go_out_in_order_and_nothing_moves():
-    groups = HistoPipe().assign([Prompt("b"), Prompt("a"), Prompt("c")], 2, 1, by_longest, 0.0)
+    groups = HistoPipeline().assign([Prompt("b"), Prompt("a"), Prompt("c")], 2, 1, by_longest, 0.0)
     assert groups == in_order([Prompt("b"), Prompt("a"), Prompt("c")], 2)
     assert [group.shares for group in groups] == [(("b",), ("a", "c"))]
     assert groups[0].outlier_tokens is None
@@ -77,15 +77,15 @@ def test_outliers_are_past_the_groups_longest_answer_by_the_growth_of_the_last_e
     assert beta(known(8), 1.1) == pytest.approx(1.25)
     assert beta([Prompt("p", ((30,),))], 1.1) == 1.1, "with one epoch there is no growth yet"
     assert beta([Prompt(f"p{i}", ((10,), (20,))) for i in range(4)], 1.1) == 1.1
-    groups = HistoPipe(two_tier=False).assign(known(8), 4, 1, by_longest, 0.0)
+    groups = HistoPipeline(two_tier=False).assign(known(8), 4, 1, by_longest, 0.0)
     assert [group.outlier_tokens for group in groups] == pytest.approx([25, 50, 75, 100])
 
 
 def test_only_the_last_tenth_moves_within_the_step_from_short_groups_and_on_from_long_ones():
-    policy = HistoPipe()
+    policy = HistoPipeline()
     assert policy.migration(0, 8, 11, 100) == "stay"
     assert [policy.migration(r, 8, 10, 100) for r in range(8)] == ["within"] * 4 + ["next"] * 4
-    assert HistoPipe(last_share=0.0).migration(0, 8, 1, 100) == "stay"
+    assert HistoPipeline(last_share=0.0).migration(0, 8, 1, 100) == "stay"
 
 
 @settings(max_examples=150)

@@ -9,9 +9,9 @@ from tailrace.app.cli import run
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.messages.context import GroupRef, PastAnswer
 from tailrace.deployments.messages.rollout import PromptGroup
-from tailrace.lab.benchmarks.drafting.budgets import History, Replica
+from tailrace.lab.benchmarks.drafting.budgets import EarlierDrafts, Replica
 from tailrace.lab.benchmarks.drafting.budgets import workload as chunks_of
-from tailrace.lab.benchmarks.drafting.drafts import Rollouts
+from tailrace.lab.benchmarks.drafting.drafts import RecordedRollouts
 from tailrace.lab.benchmarks.live.calibrate import BATCH
 from tailrace.lab.benchmarks.live.calibrate import workload as calibrated
 from tailrace.lab.replay.recorded import END_TOKEN, Recorded, forced, of_trace
@@ -30,7 +30,7 @@ COST = StepCost((1.0, 600.0), (STEP.seconds(1, 0), STEP.seconds(600, 0)))
 MAX_TOKENS = 400
 
 
-def rollouts(groups: int = 2, samples: int = 8, seed: int = 5) -> list[Rollouts]:
+def rollouts(groups: int = 2, samples: int = 8, seed: int = 5) -> list[RecordedRollouts]:
     """Answers of 40 to 200 tokens that mostly follow a text of their group's, and two of an earlier epoch."""
     rng = np.random.default_rng(seed)
     made = []
@@ -41,18 +41,23 @@ def rollouts(groups: int = 2, samples: int = 8, seed: int = 5) -> list[Rollouts]
             for size in rng.integers(40, 200, samples + 2)
         ]
         history = [PastAnswer("", 0, 0, None, answers.pop()) for _ in range(2)]
-        made.append(Rollouts(rng.integers(0, 5000, 20).astype(np.int32), answers[:1], answers, history))
+        made.append(RecordedRollouts(rng.integers(0, 5000, 20).astype(np.int32), answers[:1], answers, history))
     return made
 
 
-def of(prompts: list[Rollouts]) -> tuple[Workload, dict[str, Recorded]]:
+def of(prompts: list[RecordedRollouts]) -> tuple[Workload, dict[str, Recorded]]:
     known = {f"g{n}": Recorded(prompt.prompt, prompt.mates, prompt.history) for n, prompt in enumerate(prompts)}
     groups = tuple(WorkloadGroup(name, len(one.prompt), tuple(map(len, one.answers))) for name, one in known.items())
     return Workload("w", MAX_TOKENS, (groups,)), known
 
 
 def replay(
-    prompts: list[Rollouts], replicas: int, running: int, drafting: str = "goodput", chunk_tokens=None, **settings
+    prompts: list[RecordedRollouts],
+    replicas: int,
+    running: int,
+    drafting: str = "goodput",
+    chunk_tokens=None,
+    **settings,
 ) -> SimulatedRun:
     work, known = of(prompts)
     chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
@@ -70,7 +75,7 @@ def acceptance_length(run: SimulatedRun) -> float:
 def test_one_replica_does_what_the_bench_of_budgets_measures(drafting):
     prompts = rollouts()
     chunks, history = chunks_of(prompts, load_policy("drafting", drafting))
-    bench = Replica(IndexSettings(), chunks[0].draft.policy, COST, 16, History(history)).run(chunks)
+    bench = Replica(IndexSettings(), chunks[0].draft.policy, COST, 16, EarlierDrafts(history)).run(chunks)
     run = replay(prompts, 1, 16, drafting)
     assert acceptance_length(run) == pytest.approx(bench.acceptance_length, rel=0.02)
     assert run.makespan_s == pytest.approx(bench.makespan_s, rel=0.02)
@@ -98,7 +103,7 @@ def test_a_draft_never_knows_what_nobody_has_made():
     """Alone, and of a text without repetition, no draft is right: the truth is only compared with."""
     rng = np.random.default_rng(1)
     prompt = rng.permutation(4000)[:20].astype(np.int32)
-    alone = [Rollouts(prompt, [], [(5000 + rng.permutation(4000)[:200]).astype(np.int32)], [])]
+    alone = [RecordedRollouts(prompt, [], [(5000 + rng.permutation(4000)[:200]).astype(np.int32)], [])]
     assert sum(one.accepted for one in replay(alone, 1, 4, "fixed").ended) == 0
 
 

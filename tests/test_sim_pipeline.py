@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tailrace.lab.research.histopipe.batch import NO_DRAFTS, Answer, Batch, Drafts, expected_s
-from tailrace.lab.research.histopipe.policy import HistoPipe
+from tailrace.lab.research.histopipe.batch import NO_DRAFTS, AnswerBatch, BatchAnswer, Drafts, expected_s
+from tailrace.lab.research.histopipe.policy import HistoPipeline
 from tailrace.lab.research.histopipe.systems import MODES, host_of, run_pipeline
 from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
@@ -15,7 +15,7 @@ STEP = StepModel(0.01, 1e-4, 1e-7)
 MODEL = ReplicaModel(STEP, 40_000, 32, 10_000.0, 0.0, 0.0)
 CLUSTER = Cluster(MODEL, 6)
 DRAFTS = Drafts(2.0, 3.0, 8)
-KNOBS = HistoPipe(ranking_groups=3, least_growth=1.0, last_share=0.3)
+KNOBS = HistoPipeline(ranking_groups=3, least_growth=1.0, last_share=0.3)
 
 
 def steps_of(epochs: int = 3, per_epoch: int = 2, prompts: int = 18, samples: int = 4, spread: float = 0.7) -> list:
@@ -122,11 +122,11 @@ def test_misuse_is_refused():
 # ---- the batch -----------------------------------------------------------------------------------------
 
 
-def answers_of(lengths, prompt: int = 50, drafted: bool = False) -> list[Answer]:
-    return [Answer(f"g{i}", prompt, length, drafted, 0, 0, length) for i, length in enumerate(lengths)]
+def answers_of(lengths, prompt: int = 50, drafted: bool = False) -> list[BatchAnswer]:
+    return [BatchAnswer(f"g{i}", prompt, length, drafted, 0, 0, length) for i, length in enumerate(lengths)]
 
 
-def run_out(batch: Batch) -> list[tuple[int, float]]:
+def run_out(batch: AnswerBatch) -> list[tuple[int, float]]:
     ends = []
     while len(batch):
         now = batch.due_s()
@@ -159,7 +159,7 @@ def step_by_step(lengths: list[int], prompt: int, model: ReplicaModel) -> list[t
 def test_the_closed_form_is_the_engine_played_step_by_step(capacity, most):
     model = ReplicaModel(STEP, capacity, most, 10_000.0, 0.0, 0.0)
     lengths = np.random.default_rng(3).integers(1, 400, 24).tolist()
-    batch = Batch(model, NO_DRAFTS)
+    batch = AnswerBatch(model, NO_DRAFTS)
     batch.submit(answers_of(lengths), 0.0)
     found, wanted = sorted(run_out(batch)), sorted(step_by_step(lengths, 50, model))
     assert [length for length, _ in found] == [length for length, _ in wanted]
@@ -170,7 +170,7 @@ def test_drafts_are_on_from_a_batch_size_down_and_shorten_the_tail():
     lengths = [100] * 8 + [1000]
     ends = {}
     for drafts in (NO_DRAFTS, Drafts(2.0, 0.0, 1)):
-        batch = Batch(MODEL, drafts)
+        batch = AnswerBatch(MODEL, drafts)
         batch.submit(answers_of(lengths, 0, True), 0.0)
         ends[drafts] = [at_s for _, at_s in run_out(batch)]
     plain, drafted = ends.values()
@@ -179,7 +179,7 @@ def test_drafts_are_on_from_a_batch_size_down_and_shorten_the_tail():
 
 
 def test_an_answer_that_moves_goes_on_where_it_was():
-    here, there = Batch(MODEL, NO_DRAFTS), Batch(MODEL, NO_DRAFTS)
+    here, there = AnswerBatch(MODEL, NO_DRAFTS), AnswerBatch(MODEL, NO_DRAFTS)
     (answer,) = answers_of([500])
     here.submit([answer], 0.0)
     here.advance(2.0)
@@ -194,7 +194,7 @@ def test_an_answer_that_moves_goes_on_where_it_was():
 @pytest.mark.parametrize("drafts", [NO_DRAFTS, DRAFTS])
 def test_the_expected_time_is_near_what_a_worker_takes(drafts):
     lengths = np.random.default_rng(4).lognormal(6, 0.8, 48).astype(int)
-    batch = Batch(MODEL, drafts)
+    batch = AnswerBatch(MODEL, drafts)
     batch.submit(answers_of(lengths.tolist(), drafted=True), 0.0)
     run_out(batch)
     assert expected_s(lengths, np.full(48, 50), MODEL, drafts) == pytest.approx(batch.clock_s, rel=0.25)

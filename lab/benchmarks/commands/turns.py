@@ -66,7 +66,7 @@ def _live(config: Path, repeats: int, sizes: dict) -> dict:
         raise BadInput(f"--turns: {longest} tokens of context; engine.max_model_len is {engine.max_model_len}")
     from tailrace.app.model import resolve_model
     from tailrace.deployments.batches.prompts import Prompts
-    from tailrace.lab.benchmarks.live.turns import Workload, measure
+    from tailrace.lab.benchmarks.live.turns import TurnsWorkload, measure
 
     encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
-    return measure(file, Workload(encode=encode, **sizes), repeats, say)
+    return measure(file, TurnsWorkload(encode=encode, **sizes), repeats, say)

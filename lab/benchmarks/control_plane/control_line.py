@@ -42,7 +42,15 @@ async def _measure(calls: int) -> dict:
         async with asyncio.timeout(START_S):
             await up.wait()
         tokens = np.zeros(CONTEXT_TOKENS, np.int32)
-        chunk = ChunkRequest("chunk", 0, tokens, 500, CHUNK_TOKENS, SamplingParams(), 0)
+        chunk = ChunkRequest(
+            chunk_id="chunk",
+            sample_key=0,
+            token_ids=tokens,
+            prompt_tokens=500,
+            max_tokens=CHUNK_TOKENS,
+            sampling=SamplingParams(),
+            weights_version=0,
+        )
         numbers = iter(range(1 << 30))
 
         async def engine_s() -> float:
@@ -63,7 +71,19 @@ class _IdleEngine:
         self._used_s = used_s
         tokens = np.zeros(CHUNK_TOKENS, np.int32)
         logprobs = tokens.astype(np.float32)
-        self._result = ChunkResult("", tokens, logprobs, logprobs, ChunkEnd.LENGTH, 0, 0.0, 0.0, 0.0, 0, 0)
+        self._result = ChunkResult(
+            chunk_id="",
+            token_ids=tokens,
+            logprobs=logprobs,
+            raw_logprobs=logprobs,
+            end=ChunkEnd.LENGTH,
+            weights_version=0,
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=0.0,
+            cached_tokens=0,
+            computed_tokens=0,
+        )
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
         self._used_s.value = time.process_time()
@@ -73,7 +93,16 @@ class _IdleEngine:
         """No chunk runs for long."""
 
     async def stats(self) -> EngineStats:
-        return EngineStats(REPLICA, 0, 32, 10_000, 64, 40_000, 16, time.time())
+        return EngineStats(
+            replica_id=REPLICA,
+            weights_version=0,
+            block_tokens=32,
+            kv_capacity_blocks=10_000,
+            max_running=64,
+            max_model_len=40_000,
+            draft_tokens=16,
+            observed_at=time.time(),
+        )
 
 
 def _engine(address: tuple[str, bytes], session: str, used_s) -> None:

@@ -37,12 +37,12 @@ async def _measure(keys: int, say: Callable[[str], None]) -> dict:
     async with running_pool(PoolConfig(dram_gib=1.0)) as pool:
         while (pid := (await pool.master.status()).master_pid) is None:
             await asyncio.sleep(0.1)
-        found = await asyncio.to_thread(_operations, pool.endpoint, Process(pid), keys)
+        found = await asyncio.to_thread(_operations, pool.endpoint, ObservedProcess(pid), keys)
     say(f"pool_key: {found}")
     return found
 
 
-class Process:
+class ObservedProcess:
     """What the kernel says of a process."""
 
     def __init__(self, pid: int):
@@ -59,7 +59,7 @@ class Process:
         return int((self._folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _operations(pool: PoolEndpoint, master: Process, count: int) -> dict:
+def _operations(pool: PoolEndpoint, master: ObservedProcess, count: int) -> dict:
     store = store_client(pool)
     keys = [f"{PREFIX}-{'0' * 16}@{sha256(str(number).encode()).hexdigest()}" for number in range(count)]
     began_s = master.cpu_s

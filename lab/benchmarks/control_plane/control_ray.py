@@ -129,7 +129,17 @@ class NoEngine(Sender):
         return self._result
 
     async def stats(self) -> EngineStats:
-        return EngineStats(self._name, 0, 32, 10_000, RUNNING, 40_000, 16, time.time(), running=self._running)
+        return EngineStats(
+            replica_id=self._name,
+            weights_version=0,
+            block_tokens=32,
+            kv_capacity_blocks=10_000,
+            max_running=RUNNING,
+            max_model_len=40_000,
+            draft_tokens=16,
+            observed_at=time.time(),
+            running=self._running,
+        )
 
 
 class Caller:
@@ -159,7 +169,15 @@ class Caller:
         if what == "stream":
             return await cost_of_stream(reports, calls, cpu_s)
         context = np.zeros(CONTEXT_TOKENS, np.int32)
-        chunk = ChunkRequest("chunk", 0, context, 500, CHUNK_TOKENS, SamplingParams(), 0)
+        chunk = ChunkRequest(
+            chunk_id="chunk",
+            sample_key=0,
+            token_ids=context,
+            prompt_tokens=500,
+            max_tokens=CHUNK_TOKENS,
+            sampling=SamplingParams(),
+            weights_version=0,
+        )
         if what == "call":
             return await cost_of(lambda: ask("nothing"), calls, cpu_s)
         if what == "chunk":

@@ -1,6 +1,7 @@
 """A ZeroMQ round trip of 1 KiB over loopback, packed and unpacked by msgpack on both sides: a direct channel's cost.
 
-The other side is a process of its own that unpacks, packs and answers. Called by lab/benchmarks/control_plane/control.py.
+The other side is a process of its own that unpacks, packs and answers. Called by
+control.py.
 """
 
 import time

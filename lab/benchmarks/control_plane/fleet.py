@@ -22,7 +22,7 @@ def measure(sizes: Sequence[int], running: int, seconds: float, speed: float, pa
     """Figures by number of replicas, see `fleet_coordinator.figures`. Raises Failed, in one line."""
     found = {}
     for replicas in sizes:
-        fleet = Fleet(replicas, running, seconds, speed, past, profile)
+        fleet = Fleet(replicas=replicas, running=running, seconds=seconds, speed=speed, past=past, profile=profile)
         found[replicas] = one(fleet, say)
         say(f"{replicas} replicas: {found[replicas]}")
     return {"running": running, "past": past, "sizes": found}

@@ -150,7 +150,7 @@ class TimedEngines(EngineClient):
         return result
 
 
-class Driver:
+class FleetDriver:
     """Keeps the fleet full, and reads every group and drops it."""
 
     def __init__(self, rollouts: Rollouts):
@@ -239,7 +239,7 @@ async def coordinator(handle: FleetHandle, telemetry: Telemetry) -> AsyncIterato
         task.cancel()
 
 
-class Counts(NamedTuple):
+class FleetCounts(NamedTuple):
     """Of both sides, at one moment. `late_s`: of ends of chunks since the last count. `left`: engines whose line has
     ended; here nobody opens another."""
 
@@ -255,7 +255,7 @@ class Counts(NamedTuple):
     left: int
 
 
-class Measured:
+class FleetMeasured:
     """One run of one size."""
 
     def __init__(self, fleet: Fleet, pipes: list[Connection], say: Connection):
@@ -269,7 +269,7 @@ class Measured:
         fleet = self._fleet
         telemetry = Telemetry("tailrace-coordinator", fleet.observed_pairs > 0, every_group=fleet.every_group)
         async with coordinator(handle, telemetry) as (rollouts, engines):
-            driver, holds = Driver(rollouts), Holds()
+            driver, holds = FleetDriver(rollouts), Holds()
             full = fleet.replicas * fleet.running
             groups, unended = await asyncio.to_thread(aged, full, fleet.past)
             self._say(f"{len(groups)} groups, {unended} samples that have not ended")
@@ -302,7 +302,7 @@ class Measured:
         return found | filled | {"problems": problems[:5]}
 
     async def _fill(
-        self, driver: Driver, groups: tuple[PromptGroup, ...], engines: TimedEngines, rollouts: Rollouts, full: int
+        self, driver: FleetDriver, groups: tuple[PromptGroup, ...], engines: TimedEngines, rollouts: Rollouts, full: int
     ) -> dict:
         """Returns once all rooms are taken and chunks end at the rate of their tokens; with the pace until then."""
         began_s, cpu_s = time.monotonic(), time.process_time()
@@ -327,14 +327,14 @@ class Measured:
             "fill_cpu_s": round(time.process_time() - cpu_s, 1),
         }
 
-    async def _counts(self, engines: TimedEngines, driver: Driver) -> Counts:
+    async def _counts(self, engines: TimedEngines, driver: FleetDriver) -> FleetCounts:
         def ask() -> list[tuple[int, float, list[float], int]]:
             for pipe in self._pipes:
                 pipe.send(("count",))
             return [pipe.recv() for pipe in self._pipes]
 
         answers = await asyncio.to_thread(ask)
-        return Counts(
+        return FleetCounts(
             at_s=time.monotonic(),
             cpu_s=time.process_time(),
             loop_cpu_s=time.thread_time(),
@@ -348,7 +348,7 @@ class Measured:
         )
 
 
-def figures(before: Counts, after: Counts, delays: Delays, holds: Holds, speed: float) -> dict:
+def figures(before: FleetCounts, after: FleetCounts, delays: Delays, holds: Holds, speed: float) -> dict:
     """Rates are per second of this clock, at `speed` times the real pace."""
     took_s = after.at_s - before.at_s
 
@@ -386,4 +386,4 @@ def coordinate(fleet: Fleet, names: list[list[str]], pipes: list[Connection], an
     """The main function of the coordinator's process. `names`: of the replicas of each pipe's process."""
     handle = FleetHandle({name: pipe for some, pipe in zip(names, pipes, strict=True) for name in some})
     with asyncio.Runner(loop_factory=get_new_event_loop) as runner:
-        answer.send(runner.run(Measured(fleet, pipes, answer).run(handle)))
+        answer.send(runner.run(FleetMeasured(fleet, pipes, answer).run(handle)))

@@ -20,7 +20,7 @@ from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.channel.engine_line import EngineLine
 from tailrace.deployments.channel.sockets import DialledSocket
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
-from tailrace.lab.benchmarks.control_plane.fleet_load import MAX_TOKENS, Age, Piece, piece
+from tailrace.lab.benchmarks.control_plane.fleet_load import MAX_TOKENS, Age, LoadPiece, piece
 from tailrace.policies.protocol.events import ChunkEnd
 
 BLOCK_TOKENS = 16
@@ -39,7 +39,7 @@ class ModelledChunk:
     """One that runs: it has made its first `piece.at_once` tokens at `began_s`."""
 
     request: ChunkRequest
-    piece: Piece
+    piece: LoadPiece
     began_s: float
     answer: asyncio.Future
 

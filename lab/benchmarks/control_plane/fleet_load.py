@@ -85,7 +85,7 @@ def _group(name: str, prompt: tuple[int, ...], samples: int) -> PromptGroup:
     return PromptGroup(prompt_id=name, token_ids=prompt, samples=samples, max_tokens=MAX_TOKENS)
 
 
-class Piece(NamedTuple):
+class LoadPiece(NamedTuple):
     """One chunk of an answer: the tokens that it makes, of which the first `at_once` take no time, and whether it ends
     the answer, or ends early."""
 
@@ -95,12 +95,12 @@ class Piece(NamedTuple):
     early: bool
 
 
-def piece(key: int, age: Age, done: int, limit: int) -> Piece:
+def piece(key: int, age: Age, done: int, limit: int) -> LoadPiece:
     """The next chunk, of at most `limit` tokens, of the answer with this sample key, which has `done` tokens."""
     length = length_of(key, 0 if age.made else age.tokens)
     if age.made:
         tokens = min(limit, length - done)
-        return Piece(tokens, min(max(age.tokens - done, 0), tokens), done + tokens == length, False)
+        return LoadPiece(tokens, min(max(age.tokens - done, 0), tokens), done + tokens == length, False)
     length, into = length - age.tokens, (age.tokens % CHUNK_TOKENS if done == 0 else 0)
     tokens = min(limit, CHUNK_TOKENS - into, length - done)
-    return Piece(tokens, 0, done + tokens == length, tokens < limit and done + tokens < length)
+    return LoadPiece(tokens, 0, done + tokens == length, tokens < limit and done + tokens < length)

@@ -110,7 +110,14 @@ class ResultSource:
 
     async def _submit(self, message: RolloutBatch, delivery: Delivery) -> None:
         prepared = await asyncio.to_thread(self._prompts.prepare, message)
-        batch = LiveBatch(message, f"bench-{self._submissions}", delivery, prepared, {}, time.monotonic())
+        batch = LiveBatch(
+            message=message,
+            core_id=f"bench-{self._submissions}",
+            delivery=delivery,
+            prepared=prepared,
+            past={},
+            submitted_s=time.monotonic(),
+        )
         self._submissions += 1
         batch.open_spans(self._telemetry, "bench-results")
         task = asyncio.ensure_future(self._run(batch))

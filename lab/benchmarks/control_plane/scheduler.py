@@ -36,7 +36,17 @@ def drive(requests: int, replicas: int, policies: Policies) -> dict:
         return result
 
     for index in range(replicas):
-        core.observe(ReplicaJoined(0.0, f"replica-{index:04d}", 16, 40_000, MAX_RUNNING, 0, 0))
+        core.observe(
+            ReplicaJoined(
+                now=0.0,
+                replica_id=f"replica-{index:04d}",
+                block_tokens=16,
+                kv_capacity_blocks=40_000,
+                max_running=MAX_RUNNING,
+                draft_tokens=0,
+                weights_version=0,
+            )
+        )
     groups = tuple(
         GroupSpec(f"g{index}", PROMPT_TOKENS, GROUP_SAMPLES, MAX_TOKENS) for index in range(requests // GROUP_SAMPLES)
     )

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import numpy as np
 
 from tailrace.deployments.draft_index.scorer import CandidateScorer
-from tailrace.lab.benchmarks.drafting.drafts import DRAFT_TOKENS, Rollouts, Setting, replay
+from tailrace.lab.benchmarks.drafting.drafts import DRAFT_TOKENS, RecordedRollouts, Setting, replay
 from tailrace.lab.simulator.acceptance import chance_for
 
 SETTINGS = {"group": Setting(mates=7), "history": Setting(history=16)}
 
 
 def profiles(
-    rollouts: list[Rollouts], look_up: Callable[[np.ndarray, int], np.ndarray], say: Callable[[str], None]
+    rollouts: list[RecordedRollouts], look_up: Callable[[np.ndarray, int], np.ndarray], say: Callable[[str], None]
 ) -> dict[str, tuple[float, ...]]:
     """Rates of every target, by method; without `history` where a trace has one checkpoint.
 
@@ -39,7 +39,7 @@ def rate(tokens: int, verifications: int) -> float:
     return 1.0 if mean >= 1 + DRAFT_TOKENS else chance_for(mean, DRAFT_TOKENS)
 
 
-def _of_index(rollouts: list[Rollouts], setting: Setting) -> tuple[float, ...]:
+def _of_index(rollouts: list[RecordedRollouts], setting: Setting) -> tuple[float, ...]:
     evidence, rates = CandidateScorer(), []
     for one in rollouts:
         for target in one.targets:

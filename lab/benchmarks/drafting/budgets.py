@@ -24,7 +24,7 @@ from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
-from tailrace.lab.benchmarks.drafting.drafts import Rollouts
+from tailrace.lab.benchmarks.drafting.drafts import RecordedRollouts
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.families.registry import load_policy
 from tailrace.policies.models.step_cost_estimator import rising
@@ -51,7 +51,7 @@ VARIANTS = {
 }
 
 
-class Outcome(NamedTuple):
+class BudgetOutcome(NamedTuple):
     """Modelled seconds, and what was done in them."""
 
     makespan_s: float
@@ -84,7 +84,7 @@ def cost_of(path: Path) -> StepCost:
         raise BadInput(f"--profile {path}: not what `tailrace profile --out` writes: {error}") from error
 
 
-class History:
+class EarlierDrafts:
     """Stands where an engine's feed stands, and brings each group its history."""
 
     def __init__(self, answers: dict[GroupRef, list[PastAnswer]]):
@@ -114,14 +114,16 @@ class History:
 class Replica:
     """One replica that runs at most `most_running` samples, whole, in the order in which they were handed in."""
 
-    def __init__(self, settings: IndexSettings, policy: Drafting, cost: StepCost, most_running: int, history: History):
+    def __init__(
+        self, settings: IndexSettings, policy: Drafting, cost: StepCost, most_running: int, history: EarlierDrafts
+    ):
         self._drafts = EngineDrafts(DraftConfig(index=settings), MODEL_LEN, history)
         self._policy, self._cost, self._most_running = policy, cost, most_running
         self._running: dict[str, tuple[_Request, ChunkRequest]] = {}
         for tokens in REHEARSED:
             self._drafts.performance.steps.record(tokens, float(cost.at(tokens)))
 
-    def run(self, chunks: list[ChunkRequest]) -> Outcome:
+    def run(self, chunks: list[ChunkRequest]) -> BudgetOutcome:
         """All of them to their end."""
         waiting, clock_s, steps, tail_s = chunks[::-1], 0.0, 0, 0.0
         made = tail_made = drafted = accepted = 0
@@ -144,7 +146,14 @@ class Replica:
         draft_us = round(median(full_us), 1) if full_us else 0.0
         self._drafts.stop()
         tail = round(tail_made / tail_s, 2) if tail_s else None
-        return Outcome(round(clock_s, 3), tail, round(made / steps, 3), drafted, accepted, draft_us)
+        return BudgetOutcome(
+            makespan_s=round(clock_s, 3),
+            tail_tokens_per_s=tail,
+            acceptance_length=round(made / steps, 3),
+            drafted=drafted,
+            accepted=accepted,
+            draft_us=draft_us,
+        )
 
     def _start(self, chunk: ChunkRequest) -> None:
         request = _Request(len(chunk.token_ids))
@@ -169,15 +178,15 @@ class Replica:
         return new, right
 
 
-def measure(rollouts: list[Rollouts], cost: StepCost, most_running: int, say: Callable[[str], None]) -> dict:
+def measure(rollouts: list[RecordedRollouts], cost: StepCost, most_running: int, say: Callable[[str], None]) -> dict:
     """Each budget over the same samples; `ratio` of makespans, off over it: above 1 it is faster than no drafts."""
-    runs: dict[str, Outcome] = {}
+    runs: dict[str, BudgetOutcome] = {}
     wanted = [(name, spec, IndexSettings()) for name, spec in BUDGETS.items()]
     wanted += [(name, "goodput", settings) for name, settings in VARIANTS.items()]
     for name, spec, settings in wanted:
         chunks, history = workload(rollouts, load_policy("drafting", spec))
         policy = chunks[0].draft.policy
-        runs[name] = outcome = Replica(settings, policy, cost, most_running, History(history)).run(chunks)
+        runs[name] = outcome = Replica(settings, policy, cost, most_running, EarlierDrafts(history)).run(chunks)
         say(f"{name}: {outcome.makespan_s} s, {outcome.acceptance_length} tokens a verification")
     off, ours = runs["off"], runs["goodput"]
     best = min((run for name, run in runs.items() if name.startswith("fixed_")), key=lambda run: run.makespan_s)
@@ -192,7 +201,9 @@ def measure(rollouts: list[Rollouts], cost: StepCost, most_running: int, say: Ca
     }
 
 
-def workload(rollouts: list[Rollouts], policy: Drafting) -> tuple[list[ChunkRequest], dict[GroupRef, list[PastAnswer]]]:
+def workload(
+    rollouts: list[RecordedRollouts], policy: Drafting
+) -> tuple[list[ChunkRequest], dict[GroupRef, list[PastAnswer]]]:
     """Every mate of every prompt as one chunk, group by group, and each group's history."""
     chunks, history = [], {}
     longest = max(len(answer) for prompt in rollouts for answer in prompt.mates)
@@ -200,7 +211,9 @@ def workload(rollouts: list[Rollouts], policy: Drafting) -> tuple[list[ChunkRequ
         group = GroupRef(f"bench/{number}", str(number))
         history[group] = list(prompt.history)
         for index, answer in enumerate(prompt.mates):
-            plan = DraftPlan(group, index, 1, longest, (0, 0), policy)
+            plan = DraftPlan(
+                group=group, sample_index=index, epoch=1, expected_tokens=longest, class_starts=(0, 0), policy=policy
+            )
             name, size = f"{number}#{index}", len(prompt.prompt)
             forced = np.asarray(answer, np.int32)
             what = (name, 0, prompt.prompt, size, longest, SamplingParams(), 0)

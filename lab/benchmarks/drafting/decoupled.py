@@ -121,7 +121,26 @@ def chunks(name: str, prompts: list[np.ndarray], tokens: int, way: DraftMode | N
     made = []
     for index, prompt in enumerate(prompts):
         policy = way and FixedBudget(tokens=way.window)
-        plan = way and DraftPlan(GroupRef(f"{name}/{index}", str(index)), 0, 0, tokens, (0, 0), policy, way)
+        plan = way and DraftPlan(
+            group=GroupRef(f"{name}/{index}", str(index)),
+            sample_index=0,
+            epoch=0,
+            expected_tokens=tokens,
+            class_starts=(0, 0),
+            policy=policy,
+            way=way,
+        )
         key = sample_key(0, 0, str(index), 0)
-        made.append(ChunkRequest(f"{name}/{index}", key, prompt, len(prompt), tokens, SamplingParams(), 0, draft=plan))
+        made.append(
+            ChunkRequest(
+                chunk_id=f"{name}/{index}",
+                sample_key=key,
+                token_ids=prompt,
+                prompt_tokens=len(prompt),
+                max_tokens=tokens,
+                sampling=SamplingParams(),
+                weights_version=0,
+                draft=plan,
+            )
+        )
     return made

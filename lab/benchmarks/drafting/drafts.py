@@ -55,7 +55,7 @@ SETTINGS = {
 MOST_MATES, MOST_HISTORY = 15, 16
 
 
-class Rollouts(NamedTuple):
+class RecordedRollouts(NamedTuple):
     """One prompt's tokens: the samples to draft for, their mates, and earlier answers, newest epoch last."""
 
     prompt: np.ndarray
@@ -92,7 +92,7 @@ class Tally:
         self.accepted += accepted
 
 
-def read_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list[Rollouts]:
+def read_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list[RecordedRollouts]:
     """The prompts of a trace in tokens. Raises BadInput where a checkpoint has no sample beside the targets."""
     found = []
     for line in lines:
@@ -111,13 +111,13 @@ def read_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list
             for sample in earlier
         ]
         mates = tokens[:-TARGETS][: len(texts) - TARGETS]
-        found.append(Rollouts(np.array(encode(line["prompt"]), np.int32), tokens[-TARGETS:], mates, history))
+        found.append(RecordedRollouts(np.array(encode(line["prompt"]), np.int32), tokens[-TARGETS:], mates, history))
     return found
 
 
 def indexes(
-    rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer
-) -> Iterator[tuple[GroupIndex, Rollouts, np.ndarray]]:
+    rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer
+) -> Iterator[tuple[GroupIndex, RecordedRollouts, np.ndarray]]:
     """For every target an index that knows its mates and history, its prompt, and the target's tokens."""
     for number in range(max(len(prompt.targets) for prompt in rollouts)):
         evidence.forget()
@@ -135,7 +135,7 @@ def indexes(
 
 
 def replay(
-    rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer | None = None, least: float = 0.0,
+    rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer | None = None, least: float = 0.0,
     most: int = DRAFT_TOKENS, whole: float = 0.0,
 ) -> Tally:  # fmt: skip
     """Draft for every target from its first token to its last, at most `most` tokens a step. Drafts end where a token's
@@ -177,7 +177,7 @@ def _note(bins: np.ndarray, right: np.ndarray, agreed: int) -> None:
         bins[min(9, int(chance * 10))] += 1, chance, place < agreed
 
 
-def replay_arctic(rollouts: list[Rollouts], setting: Setting, kept: bool = False) -> Tally:
+def replay_arctic(rollouts: list[RecordedRollouts], setting: Setting, kept: bool = False) -> Tally:
     """The same steps by Arctic's rule: the longest match, in the tree of the sample or of all others; a tree of tokens
     where several paths are asked for. `kept`: its tree of others holds the prompts before, too."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -233,7 +233,7 @@ def _agreed_in_tree(tokens: list[int], parents: list[int], truth: list[int], at:
     return count
 
 
-def measure(rollouts: list[Rollouts], say: Callable[[str], None], prior: Path | None = None) -> dict:
+def measure(rollouts: list[RecordedRollouts], say: Callable[[str], None], prior: Path | None = None) -> dict:
     """All settings, ours and Arctic's; times are wall microseconds of `propose` with 15 mates, on one thread.
 
     `prior`: the evidence begins with this file of `--fit`, else with its own."""

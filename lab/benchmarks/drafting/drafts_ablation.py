@@ -9,14 +9,14 @@ from collections.abc import Callable
 from tailrace.deployments.draft_index.scorer import CandidateScorer
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.messages.context import PastAnswer
-from tailrace.lab.benchmarks.drafting.drafts import MOST_HISTORY, Rollouts, Setting, replay
+from tailrace.lab.benchmarks.drafting.drafts import MOST_HISTORY, RecordedRollouts, Setting, replay
 
 WINDOWS = (1, 2, 4, 8, 16)
 ANSWERS_AN_EPOCH = 2
 BOTH = Setting(7, MOST_HISTORY)
 
 
-def measure(rollouts: list[Rollouts], say: Callable[[str], None]) -> dict:
+def measure(rollouts: list[RecordedRollouts], say: Callable[[str], None]) -> dict:
     """Ratios of tokens per verification, mates and history of `history_16_mates_7` unless the name says otherwise."""
     whole = replay(rollouts, BOTH).tokens_per_step
     say(f"all of it: {whole:.3f} tokens per step")
@@ -39,7 +39,7 @@ def measure(rollouts: list[Rollouts], say: Callable[[str], None]) -> dict:
     return {"tokens_per_step": round(whole, 3), "ratios": {name: round(value, 3) for name, value in ratios.items()}}
 
 
-def drift(prompt: Rollouts, window: int) -> list[PastAnswer]:
+def drift(prompt: RecordedRollouts, window: int) -> list[PastAnswer]:
     """The last `window` of 16 epochs that lead from the earlier checkpoint (first epoch) towards the last one."""
     old, new = [answer.tokens for answer in prompt.history], list(prompt.mates)
     epochs, answers = WINDOWS[-1], []

@@ -18,7 +18,7 @@ from tailrace.deployments.draft_index.alignment_state import TrainingExample
 from tailrace.deployments.draft_index.scorer import CandidateScorer
 from tailrace.deployments.draft_index.scorer_kernels import CANDIDATES, HIDDEN
 from tailrace.deployments.messages.context import PastAnswer
-from tailrace.lab.benchmarks.drafting.drafts import MOST_HISTORY, MOST_MATES, Rollouts, Setting, replay
+from tailrace.lab.benchmarks.drafting.drafts import MOST_HISTORY, MOST_MATES, RecordedRollouts, Setting, replay
 
 CURRICULUM = (
     (Setting(15), 5),
@@ -52,7 +52,7 @@ class Recorder(CandidateScorer):
             self.answers.append(right[0] if len(right) else CANDIDATES)
 
 
-def earlier_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list[Rollouts]:
+def earlier_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list[RecordedRollouts]:
     """Targets and mates of the checkpoint before the last. Raises BadInput where that is missing or too small."""
     targets, found = sum(count for _, count in CURRICULUM), []
     for line in lines:
@@ -62,11 +62,11 @@ def earlier_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> l
         tokens = [[np.array(encode(text), np.int32) for text in checkpoint] for checkpoint in texts]
         history = [PastAnswer("", 0, 0, None, answer) for answer in tokens[1][:MOST_HISTORY]]
         mates = tokens[0][:-targets][:MOST_MATES]
-        found.append(Rollouts(np.array(encode(line["prompt"]), np.int32), tokens[0][-targets:], mates, history))
+        found.append(RecordedRollouts(np.array(encode(line["prompt"]), np.int32), tokens[0][-targets:], mates, history))
     return found
 
 
-def fit(rollouts: list[Rollouts], say: Callable[[str], None]) -> dict[str, list]:
+def fit(rollouts: list[RecordedRollouts], say: Callable[[str], None]) -> dict[str, list]:
     """The prior, as in scorer_weights.json."""
     recorder, first = Recorder(), 0
     draft_index.LESSONS = 1  # every draft

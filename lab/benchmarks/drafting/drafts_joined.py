@@ -12,7 +12,7 @@ import numpy as np
 from tailrace.deployments.draft_index.proposal import NOTHING, Proposal
 from tailrace.deployments.draft_index.scorer import CandidateScorer
 from tailrace.deployments.messages.context import Source
-from tailrace.lab.benchmarks.drafting.drafts import DRAFT_TOKENS, MOST_MATES, Rollouts, Setting, agreed, indexes
+from tailrace.lab.benchmarks.drafting.drafts import DRAFT_TOKENS, MOST_MATES, RecordedRollouts, Setting, agreed, indexes
 from tailrace.lab.benchmarks.drafting.drafts_refused import pairs_of
 
 WINDOW = 4
@@ -28,7 +28,9 @@ WAYS: dict[str, Callable[[Proposal, Proposal], Proposal]] = {
 """What is verified of a guess and a proposal. `model_first`: the guess, where there is one."""
 
 
-def measure(rollouts: list[Rollouts], setting: Setting, new: Callable[[], CandidateScorer] = CandidateScorer) -> dict:
+def measure(
+    rollouts: list[RecordedRollouts], setting: Setting, new: Callable[[], CandidateScorer] = CandidateScorer
+) -> dict:
     """Returns tokens per step by the draft model's chance, then by way."""
     return {
         f"{chance}": {name: round(_replay(rollouts, setting, new(), chance, way), 3) for name, way in WAYS.items()}
@@ -36,7 +38,7 @@ def measure(rollouts: list[Rollouts], setting: Setting, new: Callable[[], Candid
     }
 
 
-def _replay(rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer, chance: float, way) -> float:
+def _replay(rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer, chance: float, way) -> float:
     tokens = steps = 0
     for number, (index, prompt, target) in enumerate(indexes(rollouts, setting, evidence)):
         right, at = _right(prompt, setting, target, chance, np.random.default_rng(number)), 0
@@ -50,7 +52,7 @@ def _replay(rollouts: list[Rollouts], setting: Setting, evidence: CandidateScore
     return tokens / max(1, steps)
 
 
-def _right(prompt: Rollouts, setting: Setting, target: np.ndarray, chance: float, rng) -> np.ndarray:
+def _right(prompt: RecordedRollouts, setting: Setting, target: np.ndarray, chance: float, rng) -> np.ndarray:
     """Returns bool[n]: whether the draft model guesses each token of the target, the same in every way."""
     known = {pair for text in (prompt.prompt, *prompt.mates[: setting.mates]) for pair in pairs_of(text)}
     easy = np.array([pair in known for pair in pairs_of([int(prompt.prompt[-1]), *target.tolist()])])

@@ -15,13 +15,23 @@ import numpy as np
 from tailrace.deployments.draft_index.group_index import GroupIndex
 from tailrace.deployments.draft_index.scorer import CandidateScorer
 from tailrace.deployments.draft_index.scorer_kernels import CANDIDATES
-from tailrace.lab.benchmarks.drafting.drafts import DRAFT_TOKENS, MOST_MATES, Rollouts, Setting, agreed, indexes, replay
+from tailrace.lab.benchmarks.drafting.drafts import (
+    DRAFT_TOKENS,
+    MOST_MATES,
+    RecordedRollouts,
+    Setting,
+    agreed,
+    indexes,
+    replay,
+)
 
 PATHS = (2, 4, 8)
 ENDS = ("wrong_branch", "right_token_unknown", "right_token_not_found", "no_candidate", "stopped_by_length")
 
 
-def measure(rollouts: list[Rollouts], setting: Setting, new: Callable[[], CandidateScorer] = CandidateScorer) -> dict:
+def measure(
+    rollouts: list[RecordedRollouts], setting: Setting, new: Callable[[], CandidateScorer] = CandidateScorer
+) -> dict:
     """Shares of verifications by how their draft ended, and tokens per step of the oracles."""
     oracle = {"places": round(_oracle(rollouts, setting, new()), 3)}
     for paths in PATHS:
@@ -30,7 +40,7 @@ def measure(rollouts: list[Rollouts], setting: Setting, new: Callable[[], Candid
     return {"refused": _ends(rollouts, setting, new()), "oracle": oracle}
 
 
-def _ends(rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer) -> dict[str, float]:
+def _ends(rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer) -> dict[str, float]:
     """Shares of all verifications but those in which a sample ended."""
     ends: Counter[str] = Counter()
     for index, prompt, target in indexes(rollouts, setting, evidence):
@@ -67,7 +77,7 @@ def pairs_of(text) -> list[tuple[int, int]]:
     return list(pairwise(tokens))
 
 
-def _oracle(rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer) -> float:
+def _oracle(rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer) -> float:
     """Tokens per step if each draft were the best of all places found, or the draft itself where that is better."""
     tokens = steps = 0
     for index, _, target in indexes(rollouts, setting, evidence):

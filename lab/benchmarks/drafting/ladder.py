@@ -31,7 +31,7 @@ USUAL = {"group": 0.60, "history": 0.63, "ngram": 0.40}
 with 7 mates, 2.68 with 16 earlier answers, 1.65 of the sample itself. --acceptance gives your own."""
 
 
-class Method(NamedTuple):
+class Rung(NamedTuple):
     """`draft_s(samples, window)`: seconds in which a window is drafted for each of so many samples. `rates`: how often
     its drafts were right, sample by sample."""
 
@@ -40,7 +40,7 @@ class Method(NamedTuple):
     rates: tuple[float, ...]
 
 
-def rung(method: Method, cost: StepCost, samples: int, most: int) -> tuple[MethodProfile, tuple[int, ...]]:
+def rung(method: Rung, cost: StepCost, samples: int, most: int) -> tuple[MethodProfile, tuple[int, ...]]:
     """Its rung where so many samples decode together, each point at the best window of 1 to `most` tokens, and those.
 
     A step brings 1 + p + ... + p^w tokens of each sample in the time of w drafts and a step of w + 1 tokens of each;
@@ -56,7 +56,7 @@ def rung(method: Method, cost: StepCost, samples: int, most: int) -> tuple[Metho
     return MethodProfile(method.name, tuple(points), method.rates), tuple(windows)
 
 
-def ladders(methods: list[Method], cost: StepCost, most_running: int, most: int) -> dict:
+def ladders(methods: list[Rung], cost: StepCost, most_running: int, most: int) -> dict:
     """What `tailrace bench ladder` prints and writes: of one sample and of `most_running`, every rung and the first
     choice."""
     found = {}
@@ -81,7 +81,7 @@ def ladders(methods: list[Method], cost: StepCost, most_running: int, most: int)
 # ---- what drafting costs here ------------------------------------------------------------------------------
 
 
-def index_methods(rates: Mapping[str, tuple[float, ...]], say: Callable[[str], None]) -> list[Method]:
+def index_methods(rates: Mapping[str, tuple[float, ...]], say: Callable[[str], None]) -> list[Rung]:
     """The drafters that look tokens up, timed over made-up answers that repeat each other as a group's do."""
     from tailrace.deployments.draft_index.group_index import warm_up
 
@@ -91,13 +91,13 @@ def index_methods(rates: Mapping[str, tuple[float, ...]], say: Callable[[str], N
     for name, seconds in timed.items():
         took_s = {window: seconds(window) for window in (1, 16)}
         say(f"{name}: {1e6 * took_s[1]:.0f} us for one draft token, {1e6 * took_s[16]:.0f} us for 16")
-        methods.append(Method(name, _line(took_s), rates.get(name, (USUAL[name],))))
+        methods.append(Rung(name, _line(took_s), rates.get(name, (USUAL[name],))))
     return methods
 
 
-def model_method(cost: StepCost, rate: float) -> Method:
+def model_method(cost: StepCost, rate: float) -> Rung:
     """A draft model beside its target: w steps of one token for each sample (D(b) of SpecActor 4.1, w times)."""
-    return Method("model", lambda samples, window: window * float(cost.at(samples)), (rate,))
+    return Rung("model", lambda samples, window: window * float(cost.at(samples)), (rate,))
 
 
 def _line(took_s: Mapping[int, float]) -> Callable[[int, int], float]:

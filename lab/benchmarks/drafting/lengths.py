@@ -22,7 +22,7 @@ SHARES = (25, 50, 75)
 CLASS_NAMES = ("short", "medium", "long")
 
 
-class Group(NamedTuple):
+class RecordedGroup(NamedTuple):
     """Lengths in tokens: of the batch's samples, and of earlier answers by epoch, newest first."""
 
     lengths: tuple[int, ...]
@@ -39,7 +39,7 @@ class Pending(NamedTuple):
 
 def read_batches(
     lines: list[dict], count: Callable[[str], int], samples: int, max_tokens: int
-) -> list[tuple[Group, ...]]:
+) -> list[tuple[RecordedGroup, ...]]:
     """As many batches of all prompts, `samples` of each, as a trace holds; lengths are bounded as in a rollout.
 
     Raises BadInput when a prompt has fewer samples in its last checkpoint.
@@ -54,12 +54,14 @@ def read_batches(
     batches = min(len(newest) for newest, *_ in prompts) // samples
     cuts = [slice(number * samples, (number + 1) * samples) for number in range(batches)]
     return [
-        tuple(Group(tuple(newest[cut]), tuple(tuple(epoch[cut]) for epoch in past)) for newest, *past in prompts)
+        tuple(
+            RecordedGroup(tuple(newest[cut]), tuple(tuple(epoch[cut]) for epoch in past)) for newest, *past in prompts
+        )
         for cut in cuts
     ]
 
 
-def measure(batches: list[tuple[Group, ...]], max_tokens: int) -> dict:
+def measure(batches: list[tuple[RecordedGroup, ...]], max_tokens: int) -> dict:
     """By policy and moment: rank correlation of expected and true remainders, share of classes told right."""
     groups = [group for batch in batches for group in batch]
     classes = batch_lengths([(group.history, ()) for group in groups], max_tokens).classes
@@ -80,7 +82,7 @@ def measure(batches: list[tuple[Group, ...]], max_tokens: int) -> dict:
     }
 
 
-def _table(batches: list[tuple[Group, ...]], classes: LengthClasses, max_tokens: int) -> dict:
+def _table(batches: list[tuple[RecordedGroup, ...]], classes: LengthClasses, max_tokens: int) -> dict:
     moments = {
         "after_mates": {str(mates): [_after_mates(b, mates, max_tokens) for b in batches] for mates in MATES},
         "at_share": {str(share): [_in_lockstep(b, share, max_tokens) for b in batches] for share in SHARES},
@@ -100,7 +102,7 @@ def _guess(policy: Lengths) -> Callable[[Pending], int]:
     return lambda sample: policy.expected(sample.view, sample.generated)
 
 
-def _after_mates(groups: tuple[Group, ...], mates: int, max_tokens: int) -> list[Pending]:
+def _after_mates(groups: tuple[RecordedGroup, ...], mates: int, max_tokens: int) -> list[Pending]:
     """The first `mates` of each group have ended, the others have made nothing."""
     ended = [tuple(sorted(group.lengths[:mates])) for group in groups]
     batch = _batch(groups, ended, max_tokens)
@@ -112,7 +114,7 @@ def _after_mates(groups: tuple[Group, ...], mates: int, max_tokens: int) -> list
     return found
 
 
-def _in_lockstep(groups: tuple[Group, ...], share: int, max_tokens: int) -> list[Pending]:
+def _in_lockstep(groups: tuple[RecordedGroup, ...], share: int, max_tokens: int) -> list[Pending]:
     """Every sample has made as many tokens, or ended before; `share` percent of the batch's tokens are made."""
     lengths = np.sort([tokens for group in groups for tokens in group.lengths])
     made = np.array([np.minimum(lengths, turn).sum() for turn in range(lengths[-1] + 1)])
@@ -127,7 +129,7 @@ def _in_lockstep(groups: tuple[Group, ...], share: int, max_tokens: int) -> list
     return found
 
 
-def _batch(groups: tuple[Group, ...], ended: list[tuple[int, ...]], max_tokens: int) -> BatchLengths:
+def _batch(groups: tuple[RecordedGroup, ...], ended: list[tuple[int, ...]], max_tokens: int) -> BatchLengths:
     return batch_lengths([(g.history, finished) for g, finished in zip(groups, ended, strict=True)], max_tokens)
 
 

@@ -1,4 +1,5 @@
-"""How often the candidates of top_p fit in the fused kernel's buffer: python -m tailrace.lab.benchmarks.engine.buffer_fits.
+"""How often the candidates of top_p fit in the fused kernel's buffer:
+python -m tailrace.lab.benchmarks.engine.buffer_fits.
 
 Over logits of the demo model on texts of this repository. The bound is computed as scan.py and candidates.py do it, in
 float64; no kernel runs. Prints, by temperature and top_p, the share of rows whose candidates do not fit (such a row is

@@ -1,4 +1,5 @@
-"""The fused sampling kernel as machine code of GPUs that need not be here: python -m tailrace.lab.benchmarks.engine.compiled.
+"""The fused sampling kernel as machine code of GPUs that need not be here:
+python -m tailrace.lab.benchmarks.engine.compiled.
 
 Prints, by launch and compute capability, the bytes of machine code, how often the constants of the integer units occur
 in it, and how many of their operations are fused with another one. Those must be none: see `exp64` in fused/noise.py.

@@ -77,7 +77,7 @@ def _prepare_once(interpreter) -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
-class Traffic:
+class MemoryTraffic:
     """Bytes that a kernel loads and stores. `logits`: of the loads from there. `moved`: each other byte once a way."""
 
     def __init__(self, logits):
@@ -110,12 +110,12 @@ def _bytes(places, size: int):
 
 
 @contextmanager
-def counted(logits) -> Iterator[Traffic]:
-    """Yields the Traffic of what interpreted kernels move meanwhile; `logits` is the tensor that they read."""
+def counted(logits) -> Iterator[MemoryTraffic]:
+    """Yields the MemoryTraffic of what interpreted kernels move meanwhile; `logits` is the tensor that they read."""
     from triton.runtime.interpreter import _get_np_dtype
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    traffic, load, store = Traffic(logits), builder.create_masked_load, builder.create_masked_store
+    traffic, load, store = MemoryTraffic(logits), builder.create_masked_load, builder.create_masked_store
 
     def counted_load(places, mask, *rest):
         traffic.load(places.data, mask.data, _get_np_dtype(places.get_element_ty()).itemsize)

@@ -14,7 +14,16 @@ from statistics import median
 
 from tailrace.app.errors import Failed
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
-from tailrace.lab.benchmarks.engine.overhead_engines import HIT, KINDS, MISS, OFF, POOL, STOCK, EngineProcess, Steps
+from tailrace.lab.benchmarks.engine.overhead_engines import (
+    HIT,
+    KINDS,
+    MISS,
+    OFF,
+    POOL,
+    STOCK,
+    EngineProcess,
+    TimedSteps,
+)
 from tailrace.lab.benchmarks.engine.step_parts import DRAFTING, MODEL, SAMPLER
 from tailrace.lab.benchmarks.http.servers import tiny_model
 from tailrace.lab.benchmarks.pool.pool_testbed import run, running_pool
@@ -83,7 +92,7 @@ def _of_size(engines: dict[str, EngineProcess], samples: int, say: Callable[[str
         engine.begin(samples)
         engine.run(WARM_STEPS)
     say(f"{samples} samples: {ROUNDS} rounds of {STEPS} steps")
-    taken: dict[str, list[Steps]] = {kind: [] for kind in engines}
+    taken: dict[str, list[TimedSteps]] = {kind: [] for kind in engines}
     for turn in range(ROUNDS):
         order = list(engines)
         for kind in order[turn % len(order) :] + order[: turn % len(order)]:
@@ -93,7 +102,7 @@ def _of_size(engines: dict[str, EngineProcess], samples: int, say: Callable[[str
     return {kind: figures(samples, runs) for kind, runs in taken.items()} | ratios(taken)
 
 
-def figures(samples: int, runs: Sequence[Steps]) -> dict:
+def figures(samples: int, runs: Sequence[TimedSteps]) -> dict:
     """Medians over the rounds, milliseconds of a step; `drafted` and `tokens` are of a sample and step.
 
     `proposal_ms_per_step`: of the step's thread, for the proposals of all samples and for their new tokens.
@@ -111,12 +120,12 @@ def figures(samples: int, runs: Sequence[Steps]) -> dict:
     }
 
 
-def outside_s(run: Steps) -> float:
+def outside_s(run: TimedSteps) -> float:
     """Seconds of processor time of a step outside model and sampler, other threads' included."""
     return (run.process_s - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(SAMPLER, 0.0)) / run.steps
 
 
-def ratios(taken: dict[str, Sequence[Steps]]) -> dict[str, float]:
+def ratios(taken: dict[str, Sequence[TimedSteps]]) -> dict[str, float]:
     """Medians over the rounds of what one engine takes over what another takes in the same round."""
     found = {}
     if {STOCK, OFF} <= taken.keys():
@@ -128,7 +137,7 @@ def ratios(taken: dict[str, Sequence[Steps]]) -> dict[str, float]:
     return found
 
 
-def _ratio(ours: Sequence[Steps], base: Sequence[Steps], of: Callable[[Steps], float]) -> float:
+def _ratio(ours: Sequence[TimedSteps], base: Sequence[TimedSteps], of: Callable[[TimedSteps], float]) -> float:
     return round(median(of(one) / of(other) for one, other in zip(ours, base, strict=True)), 3)
 
 

@@ -20,7 +20,7 @@ from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.kvpool.config import PoolEndpoint
-from tailrace.lab.benchmarks.drafting.budgets import History
+from tailrace.lab.benchmarks.drafting.budgets import EarlierDrafts
 from tailrace.policies.families.drafting import FixedBudget
 from tailrace.policies.families.goodput import Goodput
 
@@ -38,7 +38,7 @@ HIT_TOKENS = 4
 VOCABULARY = 49_152
 
 
-class Steps(NamedTuple):
+class TimedSteps(NamedTuple):
     """Some steps of one engine, together. Seconds; `process_s` is processor time of all its threads."""
 
     steps: int
@@ -67,7 +67,7 @@ class EngineProcess:
         """Adds this many samples, and steps until all decode."""
         self._process.submit(_call, "begin", samples).result()
 
-    def run(self, steps: int) -> Steps:
+    def run(self, steps: int) -> TimedSteps:
         return self._process.submit(_call, "run", steps).result()
 
     def end(self) -> None:
@@ -108,7 +108,7 @@ class TimedEngine:
 
         self.parts, self.begun, self.names = StepParts(), 0, []
 
-    def run(self, steps: int) -> Steps:
+    def run(self, steps: int) -> TimedSteps:
         tokens, drafted, wall_s, process_s = self.made(), 0, 0.0, 0.0
         self.parts.take()
         for _ in range(steps):
@@ -116,7 +116,14 @@ class TimedEngine:
             wall, process = time.perf_counter(), time.process_time()
             self.turn()
             wall_s, process_s = wall_s + time.perf_counter() - wall, process_s + time.process_time() - process
-        return Steps(steps, self.made() - tokens, drafted, wall_s, process_s, self.parts.take())
+        return TimedSteps(
+            steps=steps,
+            tokens=self.made() - tokens,
+            drafted=drafted,
+            wall_s=wall_s,
+            process_s=process_s,
+            parts_s=self.parts.take(),
+        )
 
 
 class StockEngine(TimedEngine):
@@ -165,7 +172,7 @@ class StockEngine(TimedEngine):
             self._engine.step()
 
 
-class Answers(History):
+class Answers(EarlierDrafts):
     """The feed of an engine whose groups have answers of an epoch before."""
 
     def release(self, _group) -> None:
@@ -185,7 +192,7 @@ class OurEngine(TimedEngine):
         from tailrace.lab.benchmarks.engine.step_parts import around_ours
 
         feed = Answers(self._answers) if kind in (MISS, HIT) else None
-        self._stepper = Stepper(config, "bench", 0, 0, pool, feed)
+        self._stepper = Stepper(config=config, replica_id="bench", weights_version=0, rank=0, pool=pool, feed=feed)
         around_ours(self.parts, self._stepper)
         self._loop = EngineLoop(self._stepper)
 
@@ -213,7 +220,14 @@ class OurEngine(TimedEngine):
             sampling=SamplingParams(ignore_eos=True),
             weights_version=0,
             kv=self._kv,
-            draft=DraftPlan(ref, number % GROUP, 1, ANSWER_TOKENS, (0, 0), self._policy),
+            draft=DraftPlan(
+                group=ref,
+                sample_index=number % GROUP,
+                epoch=1,
+                expected_tokens=ANSWER_TOKENS,
+                class_starts=(0, 0),
+                policy=self._policy,
+            ),
             forced=forced,
         )
 

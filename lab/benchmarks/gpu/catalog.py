@@ -3,7 +3,7 @@
 docs/measurements/gpu.md says what each shows and what came out.
 """
 
-from tailrace.lab.benchmarks.gpu.driver import Step
+from tailrace.lab.benchmarks.gpu.driver import CheckStep
 
 ROOM = "tailrace.lab.benchmarks.gpu.steps"
 EAGER = {"TAILRACE_GPU_EAGER": "1"}
@@ -13,70 +13,83 @@ BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
 """A second try with CUDA graphs and without torch.compile."""
 
 
-def _ours(name: str, expected_s: float, limit_s: float, call: int, shows: str, **settings) -> Step:
+def _ours(name: str, expected_s: float, limit_s: float, call: int, shows: str, **settings) -> CheckStep:
     """A step of our engine with graphs: tokens and times."""
     run, second = f"{ROOM}.ours:times", BREAKABLE
-    return Step(name, expected_s, limit_s, call, run, shows, settings, second, dry=settings == {"runner": "v1"})
+    return CheckStep(
+        name=name,
+        expected_s=expected_s,
+        limit_s=limit_s,
+        call=call,
+        run=run,
+        shows=shows,
+        settings=settings,
+        second_try=second,
+        dry=settings == {"runner": "v1"},
+    )
 
 
 STEPS = (
-    Step("probe", 8, 30, 1, f"{ROOM}.probe:probe", "card, versions, libraries, bandwidth of its memory", dry=True),
-    Step("operators", 30, 90, 1, f"{ROOM}.operators:operators",
+    CheckStep("probe", 8, 30, 1, f"{ROOM}.probe:probe", "card, versions, libraries, bandwidth of its memory", dry=True),
+    CheckStep("operators", 30, 90, 1, f"{ROOM}.operators:operators",
          "vLLM's compiled operators and products against torch's, equal bits at M = 1 and more, microseconds",
          dry=True),
-    Step("sampler", 40, 120, 1, f"{ROOM}.drawing:sampler",
+    CheckStep("sampler", 40, 120, 1, f"{ROOM}.drawing:sampler",
          "the fused draw against kernel_cpu; microseconds and share of the memory's speed", dry=True),
-    Step("exact_eager", 50, 150, 1, f"{ROOM}.ours:exact", "V1 without graphs: equal tokens alone, together, in chunks,"
-         " with drafts", {"runner": "v1"}, dry=True),
-    Step("attention_flash", 25, 80, 1, f"{ROOM}.attention:attention",
+    CheckStep("exact_eager", 50, 150, 1, f"{ROOM}.ours:exact", "V1 without graphs: equal tokens alone, together,"
+         " in chunks, with drafts", {"runner": "v1"}, dry=True),
+    CheckStep("attention_flash", 25, 80, 1, f"{ROOM}.attention:attention",
          "FLASH_ATTN (FA3 on SM90): a row beside a prefill, rows that verify drafts: equal bits, or by how much",
          {"backend": "FLASH_ATTN"}),
-    Step("attention_triton", 25, 80, 1, f"{ROOM}.attention:attention", "TRITON_ATTN: the same",
+    CheckStep("attention_triton", 25, 80, 1, f"{ROOM}.attention:attention", "TRITON_ATTN: the same",
          {"backend": "TRITON_ATTN"}, dry=True),
-    Step("attention_flashinfer", 5, 80, 1, f"{ROOM}.attention:attention",
+    CheckStep("attention_flashinfer", 5, 80, 1, f"{ROOM}.attention:attention",
          "FLASHINFER: the same, where it is installed", {"backend": "FLASHINFER"}),
-    Step("own_tests", 70, 150, 1, f"{ROOM}.own_tests:own_tests",
+    CheckStep("own_tests", 70, 150, 1, f"{ROOM}.own_tests:own_tests",
          "the tests of tests/gpu that need no demo model", dry=True),
     _ours("v1", 110, 220, 2, "V1 with graphs at `bits` (TRITON_ATTN): tokens, flips per"
           " million, ms a step and host time between passes at 8, 64, 256 samples, drafts off, missing, hitting",
           runner="v1"),
-    Step("stock", 50, 150, 2, f"{ROOM}.plain:plain", "stock vLLM stepped in the same way, not batch-invariant: the same"
-         " times", {"level": "law"}, EAGER, dry=True),
-    Step("stock_ships", 50, 150, 2, f"{ROOM}.plain_loop:loop", "stock vLLM as it ships: its own process, asynchronous"
-         " scheduling", {"waits": False}, EAGER),
+    CheckStep("stock", 50, 150, 2, f"{ROOM}.plain:plain", "stock vLLM stepped in the same way, not batch-invariant:"
+         " the same times", {"level": "law"}, EAGER, dry=True),
+    CheckStep("stock_ships", 50, 150, 2, f"{ROOM}.plain_loop:loop", "stock vLLM as it ships: its own process,"
+         " asynchronous scheduling", {"waits": False}, EAGER),
     _ours("v2_law", 80, 180, 2, "as v2 at `law`, the default on GPUs: vLLM's own kernels; flips counted, the speed",
           runner="v2", level="law"),
     _ours("v2", 100, 200, 2, "as v1, with vLLM's second model runner", runner="v2"),
-    Step("stock_waits", 45, 150, 3, f"{ROOM}.plain_loop:loop", "as stock_ships, without asynchronous scheduling",
+    CheckStep("stock_waits", 45, 150, 3, f"{ROOM}.plain_loop:loop", "as stock_ships, without asynchronous scheduling",
          {"waits": True}, EAGER),
-    Step("stock_invariant", 50, 150, 3, f"{ROOM}.plain:plain", "as stock, batch-invariant: the cost of that alone",
+    CheckStep("stock_invariant", 50, 150, 3, f"{ROOM}.plain:plain", "as stock, batch-invariant: the cost of that alone",
          {"level": "bits"}, EAGER),
     _ours("v1_law", 80, 180, 3, "as v1 at `law`", runner="v1", level="law"),
     _ours("v1_flash", 90, 200, 3, "as v1, with FlashAttention 3, which `bits` refuses: its flips, and what it saves",
           runner="v1", level="law", forced="FLASH_ATTN"),
     _ours("v1_1.7B", 80, 180, 3, "as v1 on shapes of 1.7B, whose products vLLM has tuned", runner="v1", shape="1.7B"),
     _ours("v1_8B", 90, 200, 3, "times of shapes of 8B, with weights of vLLM's dummy loader", runner="v1", shape="8B"),
-    Step("stock_8B", 70, 180, 3, f"{ROOM}.plain:plain", "stock vLLM's times of shapes of 8B",
+    CheckStep("stock_8B", 70, 180, 3, f"{ROOM}.plain:plain", "stock vLLM's times of shapes of 8B",
          {"level": "law", "shape": "8B"}, EAGER),
-    Step("weights", 50, 120, 3, f"{ROOM}.weights:weights", "new weights from a folder, and by CUDA IPC", dry=True),
-    Step("kv_copy", 10, 40, 3, f"{ROOM}.kv_copy:kv_copy", "KV blocks to pinned memory and back, GB/s", dry=True),
-    Step("sleep", 30, 90, 3, f"{ROOM}.sleep:sleep", "memory given back and taken again", dry=True),
-    Step("pool", 45, 120, 3, f"{ROOM}.pool:pool", "KV to the pool and back: equal tokens, ms beside computing it again",
+    CheckStep("weights", 50, 120, 3, f"{ROOM}.weights:weights", "new weights from a folder, and by CUDA IPC", dry=True),
+    CheckStep("kv_copy", 10, 40, 3, f"{ROOM}.kv_copy:kv_copy", "KV blocks to pinned memory and back, GB/s", dry=True),
+    CheckStep("sleep", 30, 90, 3, f"{ROOM}.sleep:sleep", "memory given back and taken again", dry=True),
+    CheckStep("pool", 45, 120, 3, f"{ROOM}.pool:pool", "KV to the pool and back: equal tokens, ms beside"
+         " computing it again",
          dry=True),
 )  # fmt: skip
 
 CALLS = {"first": 1, "second": 2}
 """Names for the steps of a call."""
 
-WARM_UP = Step("warm_up", 0, 300, 3, f"{ROOM}.probe:warm_up", "compiles beside the first steps what numba compiles")
+WARM_UP = CheckStep(
+    "warm_up", 0, 300, 3, f"{ROOM}.probe:warm_up", "compiles beside the first steps what numba compiles"
+)
 
 
-def named(name: str) -> list[Step]:
+def named(name: str) -> list[CheckStep]:
     """Returns the steps of a name, or of a call. Empty: there is no such name."""
     return [step for step in STEPS if step.name == name or step.call == CALLS.get(name)]
 
 
-def of(names: list[str]) -> list[Step]:
+def of(names: list[str]) -> list[CheckStep]:
     """Returns these steps in the catalog's order; all without names."""
     chosen = [step for name in names for step in named(name)] if names else STEPS
     return [step for step in STEPS if step in chosen]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tailrace.lab.benchmarks.gpu import catalog
 from tailrace.lab.benchmarks.gpu.card import card_name
-from tailrace.lab.benchmarks.gpu.driver import ENDS_WELL, Ended, Processes, Say, Step, drive, end
+from tailrace.lab.benchmarks.gpu.driver import ENDS_WELL, CheckStep, Processes, Say, StepEnded, drive, end
 from tailrace.lab.benchmarks.gpu.place import Place, claim, libraries_of
 from tailrace.lab.benchmarks.gpu.result_lines import LOG, ResultLines, ending, foreign, table
 from tailrace.lab.benchmarks.gpu.unpacked import PYTHON, archives_of, unpack
@@ -84,7 +84,7 @@ def in_this_process(place: Place):
     """Returns a Run for a dry run: vLLM is imported once for all steps."""
     from tailrace.lab.benchmarks.gpu.steps.__main__ import look_at, run_step
 
-    def run(step: Step, _settings: dict[str, str], _limit_s: float) -> Ended:
+    def run(step: CheckStep, _settings: dict[str, str], _limit_s: float) -> StepEnded:
         return run_step(step, place) if step.dry else look_at(step, place)
 
     return run
@@ -126,7 +126,7 @@ def checked(given: argparse.Namespace, card: str | None, results: ResultLines, s
             end(warm)
 
 
-def environment_of(step: Step, place: Place) -> dict[str, str]:
+def environment_of(step: CheckStep, place: Place) -> dict[str, str]:
     return place.environment() | (libraries_of(place.site) if step.name == "pool" else {})
 
 

@@ -18,7 +18,7 @@ DONE, FAILED, KILLED, NO_TIME = "done", "failed", "out of time", "no time left"
 ENDS_WELL = (DONE, NO_TIME)
 
 
-class Step(NamedTuple):
+class CheckStep(NamedTuple):
     """`expected_s`: on the device, a guess until it was timed; a step with less time left does not begin.
 
     `limit_s`: then it is killed. `run`: module and function. `call`: of two on a machine that is lent for minutes, the
@@ -37,14 +37,14 @@ class Step(NamedTuple):
     dry: bool = False
 
 
-class Ended(NamedTuple):
+class StepEnded(NamedTuple):
     """`reason`: of an end that is not DONE, in words."""
 
     how: str
     reason: str = ""
 
 
-Run = Callable[[Step, dict[str, str], float], Ended]
+Run = Callable[[CheckStep, dict[str, str], float], StepEnded]
 """Runs a step with more settings of the environment, for at most so many seconds."""
 
 
@@ -52,11 +52,11 @@ Say = Callable[[dict], object]
 """Takes the line of a step that has ended."""
 
 
-def drive(steps: Iterable[Step], run: Run, results: ResultLines, until_s: float, say: Say) -> dict[str, str]:
+def drive(steps: Iterable[CheckStep], run: Run, results: ResultLines, until_s: float, say: Say) -> dict[str, str]:
     """Runs the steps that fit into `until_s` seconds. Returns how each ended; a second try's end replaces the first."""
     began_s, ends = time.monotonic(), {}
 
-    def attempt(step: Step, settings: dict[str, str]) -> bool:
+    def attempt(step: CheckStep, settings: dict[str, str]) -> bool:
         left_s = until_s - (time.monotonic() - began_s)
         if left_s < step.expected_s:
             reason = f"{max(0.0, left_s):.0f} s left, {step.expected_s:.0f} s expected"
@@ -82,22 +82,24 @@ class Processes:
     `command`: of a step. `environment`: of a step.
     """
 
-    def __init__(self, command: Callable[[Step], list[str]], environment: Callable[[Step], dict[str, str]], log):
+    def __init__(
+        self, command: Callable[[CheckStep], list[str]], environment: Callable[[CheckStep], dict[str, str]], log
+    ):
         self._command, self._environment, self._log = command, environment, log
 
-    def __call__(self, step: Step, settings: dict[str, str], limit_s: float) -> Ended:
+    def __call__(self, step: CheckStep, settings: dict[str, str], limit_s: float) -> StepEnded:
         self._log.write(f"\n===== {step.name} {settings or ''}\n".encode())
         self._log.flush()
         process = self.start(step, settings)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return Ended(KILLED, f"limit of {limit_s:.0f} s")
+            return StepEnded(KILLED, f"limit of {limit_s:.0f} s")
         finally:
             end(process)
-        return Ended(DONE) if code == 0 else Ended(FAILED, f"exit code {code}")
+        return StepEnded(DONE) if code == 0 else StepEnded(FAILED, f"exit code {code}")
 
-    def start(self, step: Step, settings: dict[str, str]) -> subprocess.Popen:
+    def start(self, step: CheckStep, settings: dict[str, str]) -> subprocess.Popen:
         """Starts a step without waiting for it; `end` ends it."""
         environment = self._environment(step) | settings
         both = {"stdout": self._log, "stderr": self._log}

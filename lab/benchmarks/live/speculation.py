@@ -39,7 +39,7 @@ OF_VLLM: dict[str, Engine] = {
 }
 
 
-class Look:
+class SpeculationLook:
     """One look at a running service: seconds since the rollout began, samples that wait and run, work done so far."""
 
     def __init__(self, at_s: float, status: ServiceSnapshot):
@@ -56,7 +56,7 @@ def measure(
 ) -> dict:
     """Of each run the repeat with the shortest makespan; ratios are of makespans, `tail_speedup` of tokens a second."""
     runs: dict[str, dict] = {}
-    series: dict[str, list[Look]] = {}
+    series: dict[str, list[SpeculationLook]] = {}
     for engine, budgets in [(GROUP, BUDGETS), *((engine, {name: "off"}) for name, engine in OF_VLLM.items())]:
         say(f"starting two replicas for {', '.join(budgets)}")
         with service(with_engine(file, dict(engine)), None) as client:
@@ -87,7 +87,7 @@ def ratios(runs: dict[str, dict]) -> dict:
     }
 
 
-async def _roll(client: RolloutClient, name: str, policies: Policies, groups) -> tuple[dict, list[Look]]:
+async def _roll(client: RolloutClient, name: str, policies: Policies, groups) -> tuple[dict, list[SpeculationLook]]:
     await client.reset_caches()
     await client.forget_history()
     await client.set_policies(policies)
@@ -97,7 +97,7 @@ async def _roll(client: RolloutClient, name: str, policies: Policies, groups) ->
 
     async def look() -> None:
         while True:
-            looks.append(Look(time.monotonic() - began_s, await client.status()))
+            looks.append(SpeculationLook(time.monotonic() - began_s, await client.status()))
             await asyncio.sleep(LOOK_S)
 
     looking = asyncio.create_task(look())
@@ -110,7 +110,7 @@ async def _roll(client: RolloutClient, name: str, policies: Policies, groups) ->
     return {key: summary[key] for key in KEPT} | shares(looks), looks
 
 
-def shares(looks: list[Look]) -> dict:
+def shares(looks: list[SpeculationLook]) -> dict:
     """Tokens a verification, the share of time spent on drafts, and tokens a second in the tail; None: not seen."""
     did = _between(looks[0], looks[-1])
     busy_us = did.get("step_us", 0) + did.get("draft_us", 0)
@@ -124,5 +124,5 @@ def shares(looks: list[Look]) -> dict:
     }
 
 
-def _between(first: Look, last: Look) -> dict[str, int]:
+def _between(first: SpeculationLook, last: SpeculationLook) -> dict[str, int]:
     return {what: last.work[what] - first.work.get(what, 0) for what in last.work}

@@ -26,7 +26,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Workload:
+class TurnsWorkload:
     """`tool_s`: mean seconds of a tool, exponential; `tool_tokens`: of its answer."""
 
     prompts: int
@@ -72,7 +72,7 @@ class Trajectory:
         return known, again
 
 
-async def trajectory(session: RolloutSession, work: Workload, number: int, index: int, held: bool) -> Trajectory:
+async def trajectory(session: RolloutSession, work: TurnsWorkload, number: int, index: int, held: bool) -> Trajectory:
     began_s, context, answers = time.monotonic(), work.prompt(number), []
     for turn in range(work.turns):
         last = turn + 1 == work.turns
@@ -93,7 +93,7 @@ async def trajectory(session: RolloutSession, work: Workload, number: int, index
     return Trajectory(answers, time.monotonic() - began_s)
 
 
-async def play(client: RolloutClient, work: Workload, held: bool) -> tuple[dict, list[Trajectory]]:
+async def play(client: RolloutClient, work: TurnsWorkload, held: bool) -> tuple[dict, list[Trajectory]]:
     """All trajectories at once. Without history: the runs make the same tokens, and would draft from each other."""
     await client.reset_caches()
     await client.forget_history()
@@ -118,7 +118,7 @@ async def play(client: RolloutClient, work: Workload, held: bool) -> tuple[dict,
     }, found
 
 
-async def play_all(client: RolloutClient, work: Workload, repeats: int, say: Callable[[str], None]) -> dict:
+async def play_all(client: RolloutClient, work: TurnsWorkload, repeats: int, say: Callable[[str], None]) -> dict:
     runs: dict[str, list[dict]] = {mode: [] for mode in MODES}
     say("one prompt of each mode first, not counted: engines measure their steps")
     for mode in MODES:
@@ -135,7 +135,7 @@ async def play_all(client: RolloutClient, work: Workload, repeats: int, say: Cal
     return runs
 
 
-def measure(file: ServeFile, work: Workload, repeats: int, say: Callable[[str], None]) -> dict:
+def measure(file: ServeFile, work: TurnsWorkload, repeats: int, say: Callable[[str], None]) -> dict:
     """`makespan_ratio`: requests over held, of medians."""
     say("starting the service")
     with service(file, None) as client:

@@ -23,7 +23,7 @@ from tailrace.deployments.metrics.ray_exporter import RayExporter
 from tailrace.lab.benchmarks.observability.board_looks import Reader, TimedLooks
 from tailrace.lab.benchmarks.observability.totals import NoTotals, TimedTotals
 from tailrace.lab.benchmarks.observability.tracing_cost import TracingCost
-from tailrace.lab.benchmarks.observability.windows import WINDOW_S, Window, costs
+from tailrace.lab.benchmarks.observability.windows import WINDOW_S, QuietWindow, costs
 
 JOIN_S = 2.0
 """Before a window with a board, whose first look finds all rows new."""
@@ -76,12 +76,12 @@ class Observed:
         exporters = OtlpExporter("tailrace-coordinator", Dropped()), RayExporter()
         self.export = TimedExport(exporters, self.read)
 
-    async def window(self, on: bool) -> Window:
+    async def window(self, on: bool) -> QuietWindow:
         """One window, with all observers or without."""
         async with self._all() if on else self._nothing():
             before = self._sums()
             await asyncio.sleep(WINDOW_S)
-            return Window(*(now - then for now, then in zip(self._sums(), before, strict=True)))
+            return QuietWindow(*(now - then for now, then in zip(self._sums(), before, strict=True)))
 
     @asynccontextmanager
     async def _all(self) -> AsyncIterator[None]:
@@ -102,15 +102,15 @@ class Observed:
         yield
         self._rollouts.count_by(self._own)
 
-    def _sums(self) -> Window:
+    def _sums(self) -> QuietWindow:
         sums = self._timed.took_s, sum(self.read.took_s), self._tracing.worked_s, sum(self.looks.took_s)
-        return Window(self._engines.ended, time.thread_time(), *sums)
+        return QuietWindow(self._engines.ended, time.thread_time(), *sums)
 
 
 async def observing_cost(rollouts: Rollouts, engines, tracing: TracingCost, pairs: int) -> dict:
     """Figures of `pairs` of windows, one of each kind in each pair."""
     observed = Observed(rollouts, engines, tracing)
-    windows: tuple[list[Window], list[Window]] = ([], [])
+    windows: tuple[list[QuietWindow], list[QuietWindow]] = ([], [])
     for pair in range(pairs):
         for on in (pair % 2, 1 - pair % 2):  # so that growth of any kind falls on both
             windows[on].append(await observed.window(bool(on)))

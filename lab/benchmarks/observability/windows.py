@@ -8,7 +8,7 @@ WINDOW_S = EXPORT_S + 0.2
 """Of one window: one look at the books, given twice."""
 
 
-class Window(NamedTuple):
+class QuietWindow(NamedTuple):
     """Of one window: ends of chunks, seconds of the loop's thread, and seconds of these for each kind."""
 
     ends: int
@@ -19,7 +19,7 @@ class Window(NamedTuple):
     looking_s: float
 
 
-def costs(without: list[Window], with_all: list[Window]) -> dict:
+def costs(without: list[QuietWindow], with_all: list[QuietWindow]) -> dict:
     """`of_loop`: over the loop's processor time without; `of_core`: over the time on the wall, which a loop has."""
     off, on = _sums(without), _sums(with_all)
     kinds = {"metrics": on.counting_s + on.reading_s, "traces": on.tracing_s, "board": on.looking_s}
@@ -38,9 +38,9 @@ def costs(without: list[Window], with_all: list[Window]) -> dict:
     }
 
 
-def _us_a_chunk(window: Window) -> float:
+def _us_a_chunk(window: QuietWindow) -> float:
     return 1e6 * window.loop_s / max(1, window.ends)
 
 
-def _sums(windows: list[Window]) -> Window:
-    return Window(*map(sum, zip(*windows, strict=True)))
+def _sums(windows: list[QuietWindow]) -> QuietWindow:
+    return QuietWindow(*map(sum, zip(*windows, strict=True)))

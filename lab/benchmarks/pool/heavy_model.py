@@ -1,7 +1,8 @@
 """A model whose prompts are dear to compute and whose KV is small: a random Llama with one KV head.
 
 KV per token: 6,144 bytes in float32, against 46,080 of the demo model; computing a token costs 1.7 times as much.
-Invariant: as of the demo model, a folder is complete, and appears by one rename. Called by lab/benchmarks/pool/kvpool.py.
+Invariant: as of the demo model, a folder is complete, and appears by one rename. Called by
+kvpool.py.
 """
 
 import shutil

@@ -21,8 +21,8 @@ from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
 from tailrace.lab.benchmarks.pool.heavy_model import heavy_model
 from tailrace.lab.benchmarks.pool.pool_testbed import (
-    Engine,
-    Pool,
+    TestbedEngine,
+    TestbedPool,
     chunk_of,
     give_back,
     keys_of,
@@ -70,7 +70,7 @@ async def _measure(demo: Path, heavy: Path, lengths, repeats: int, say) -> dict:
     }
 
 
-async def _moves(name: str, model: Path, pool: Pool, lengths, repeats: int, say) -> dict:
+async def _moves(name: str, model: Path, pool: TestbedPool, lengths, repeats: int, say) -> dict:
     say(f"{name}: starting two engines")
     config = EngineConfig(model=str(model), max_model_len=max(lengths) + 128, kv_cache_gib=KV_CACHE_GIB)
     result: dict = {key: {} for key in ("recomputed_tokens", "moved_bytes", *MEASURED, *FLOORS)}
@@ -88,7 +88,9 @@ async def _moves(name: str, model: Path, pool: Pool, lengths, repeats: int, say)
     return result | {"block_bytes": block_bytes, "block_pieces": _pieces(model)}
 
 
-async def _one_length(a: Engine, b: Engine, stats: EngineStats, pool: Pool, length: int, repeats: int) -> dict:
+async def _one_length(
+    a: TestbedEngine, b: TestbedEngine, stats: EngineStats, pool: TestbedPool, length: int, repeats: int
+) -> dict:
     sample = await _sample(a, length)
     best = dict.fromkeys(MEASURED, float("inf"))
     for _ in range(repeats):
@@ -109,14 +111,14 @@ async def _one_length(a: Engine, b: Engine, stats: EngineStats, pool: Pool, leng
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimedSample:
     """A sample at a chunk end, and how it continues."""
 
     context: np.ndarray
     key: int
     next_tokens: np.ndarray
 
-    async def go_on(self, engine: Engine, how: str, kv: KvPlan) -> tuple[ChunkResult, float, float]:
+    async def go_on(self, engine: TestbedEngine, how: str, kv: KvPlan) -> tuple[ChunkResult, float, float]:
         """The result, milliseconds to the first token, and from the last one until the KV was saved."""
         length = len(self.context)
         chunk = chunk_of(f"{length}-{how}", self.key, self.context, length - FIRST_TOKENS, NEXT_TOKENS, kv)
@@ -127,7 +129,7 @@ class Sample:
         return result, round(1e3 * first_s, 2), round(1e3 * (took_s - first_s - result.decode_s), 2)
 
 
-async def _sample(engine: Engine, length: int) -> Sample:
+async def _sample(engine: TestbedEngine, length: int) -> TimedSample:
     """One that the engine has made, `length` tokens long."""
     prompt = np.random.default_rng(length).integers(1_000, 40_000, length - FIRST_TOKENS).astype(np.int32)
     for key in range(KEYS_TRIED):
@@ -135,7 +137,7 @@ async def _sample(engine: Engine, length: int) -> Sample:
         [(result, _)] = await engine.run([chunk])
         if result.end is ChunkEnd.LENGTH:
             made, next_tokens = np.split(result.token_ids, [FIRST_TOKENS])
-            return Sample(np.concatenate([prompt, made]), key, next_tokens)
+            return TimedSample(np.concatenate([prompt, made]), key, next_tokens)
     raise Failed(f"none of {KEYS_TRIED} samples after {len(prompt)} tokens lasted {FIRST_TOKENS + NEXT_TOKENS} tokens")
 
 

@@ -47,7 +47,7 @@ def run(work: Coroutine[Any, Any, dict]) -> dict:
 
 
 @dataclass(frozen=True)
-class Pool:
+class TestbedPool:
     """A master and one store node, on loopback."""
 
     master: KvMaster
@@ -55,21 +55,28 @@ class Pool:
 
 
 @asynccontextmanager
-async def running_pool(config: PoolConfig) -> AsyncIterator[Pool]:
+async def running_pool(config: PoolConfig) -> AsyncIterator[TestbedPool]:
     """Raises PoolDown, in one line, when its memory is not there after MOUNT_S."""
     os.environ.update(MC_LOG_LEVEL="ERROR")  # of Mooncake's clients here and in the processes started from here
     master = KvMaster(config, HOST, free_port(HOST), free_port(HOST))
-    node = KvStoreNode(config, "node", master.address, HOST, free_port(HOST), master.report)
+    node = KvStoreNode(
+        config=config,
+        node_id="node",
+        master_address=master.address,
+        host=HOST,
+        port=free_port(HOST),
+        report=master.report,
+    )
     reporting = asyncio.create_task(node.run())
     try:
-        yield Pool(master, await node.endpoint(MOUNT_S))
+        yield TestbedPool(master, await node.endpoint(MOUNT_S))
     finally:
         reporting.cancel()
         await node.stop()
         await master.stop()
 
 
-class Engine:
+class TestbedEngine:
     """One engine in a process of its own; its methods are its only calls, one at a time."""
 
     def __init__(self, config: EngineConfig, rank: int, pool: PoolEndpoint):
@@ -98,9 +105,11 @@ class Engine:
 
 
 @asynccontextmanager
-async def running_engines(config: EngineConfig, pool: PoolEndpoint) -> AsyncIterator[tuple[Engine, Engine]]:
+async def running_engines(
+    config: EngineConfig, pool: PoolEndpoint
+) -> AsyncIterator[tuple[TestbedEngine, TestbedEngine]]:
     """Two engines that share the pool; raises BrokenProcessPool when one does not start (it says why on stderr)."""
-    engines = Engine(config, 0, pool), Engine(config, 1, pool)
+    engines = TestbedEngine(config, 0, pool), TestbedEngine(config, 1, pool)
     try:
         await asyncio.gather(*(engine.pid() for engine in engines))
         yield engines
@@ -108,7 +117,7 @@ async def running_engines(config: EngineConfig, pool: PoolEndpoint) -> AsyncIter
         await asyncio.gather(*(engine.stop() for engine in engines))
 
 
-async def give_back(pool: "Pool", keys: list[str]) -> None:
+async def give_back(pool: "TestbedPool", keys: list[str]) -> None:
     """Have the pool forget keys, those in use as soon as they are not."""
     while keys:
         _, keys = await pool.master.release(keys)
@@ -123,7 +132,16 @@ def keys_of(stats: EngineStats, names: bytes) -> list[str]:
 
 def chunk_of(chunk_id: str, key: int, tokens, prompt_tokens: int, max_tokens: int, kv: KvPlan | None) -> ChunkRequest:
     """A chunk at temperature 1 under weights version 0, no filters."""
-    return ChunkRequest(chunk_id, key, tokens, prompt_tokens, max_tokens, SamplingParams(), 0, kv=kv)
+    return ChunkRequest(
+        chunk_id=chunk_id,
+        sample_key=key,
+        token_ids=tokens,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(),
+        weights_version=0,
+        kv=kv,
+    )
 
 
 # ---- in the process of an engine -----------------------------------------------------------------------

@@ -19,8 +19,8 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPla
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
 from tailrace.lab.benchmarks.pool.pool_testbed import (
-    Engine,
-    Pool,
+    TestbedEngine,
+    TestbedPool,
     chunk_of,
     give_back,
     keys_of,
@@ -45,7 +45,7 @@ POOL = PoolConfig(dram_gib=0.5, load_deadline_s=10.0, save_deadline_s=10.0)
 
 
 @dataclass(eq=False)
-class Sample:
+class SoakSample:
     """One sample on its way; `side`: the engine that runs it next."""
 
     number: int
@@ -113,7 +113,7 @@ async def _measure(moves: int, say: Callable[[str], None]) -> dict:
         status = await pool.master.status()
         pids = {f"engine-{rank}": await engine.pid() for rank, engine in enumerate(engines)}
         watch = Watch(pids | {"store": status.store_nodes[0].pid, "master": status.master_pid}, say)
-        samples = [Sample(number, number % 2) for number in range(IN_FLIGHT)]
+        samples = [SoakSample(number, number % 2) for number in range(IN_FLIGHT)]
         counts: Counter[str] = Counter()
         while counts.total() < moves:
             await _round(engines, pool, samples, counts)
@@ -131,7 +131,9 @@ async def _measure(moves: int, say: Callable[[str], None]) -> dict:
         }
 
 
-async def _round(engines: tuple[Engine, Engine], pool: Pool, samples: list[Sample], counts: Counter) -> None:
+async def _round(
+    engines: tuple[TestbedEngine, TestbedEngine], pool: TestbedPool, samples: list[SoakSample], counts: Counter
+) -> None:
     """One chunk of every sample; those that end are replaced where they are in the list."""
     sides = [[sample for sample in samples if sample.side == side] for side in (0, 1)]
     await asyncio.gather(*(engine.forget() for engine in engines))
@@ -147,10 +149,10 @@ async def _round(engines: tuple[Engine, Engine], pool: Pool, samples: list[Sampl
     number = max(sample.number for sample in samples)
     for sample in ended:
         number += 1
-        samples[samples.index(sample)] = Sample(number, sample.side)
+        samples[samples.index(sample)] = SoakSample(number, sample.side)
 
 
-async def _release(engine: Engine, pool: Pool, samples: list[Sample]) -> None:
+async def _release(engine: TestbedEngine, pool: TestbedPool, samples: list[SoakSample]) -> None:
     """Give back what the pool has of these samples."""
     names = b"".join(sample.kv_names for sample in samples)
     await give_back(pool, keys_of(await engine.stats(), names))

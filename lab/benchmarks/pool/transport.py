@@ -1,6 +1,6 @@
 """How fast bytes get from one place to another on this machine: by memcpy, by a loopback socket, by the pool's store.
 
-Every figure is the best of the repeats, on buffers that were touched before. Called by lab/benchmarks/pool/kvpool.py and
+Every figure is the best of the repeats, on buffers that were touched before. Called by kvpool.py and
 soak.py.
 """
 

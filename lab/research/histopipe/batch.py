@@ -30,7 +30,7 @@ NO_DRAFTS = Drafts(1.0, 0.0, 0)
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class BatchAnswer:
     """One answer of `length` tokens, in ranking group `rank` of `step`. `drafted`: there is history to draft from.
 
     `stop`: tokens at which it wants attention: its end, or where it becomes an outlier. `lane`: None unless it runs;
@@ -57,7 +57,7 @@ class Lane:
     def __init__(self) -> None:
         self.at = 0.0
         self.running = 0
-        self.stops: list[tuple[float, int, Answer]] = []
+        self.stops: list[tuple[float, int, BatchAnswer]] = []
 
     def next_stop(self) -> float:
         """Dead entries, of answers that have left or have another stop by now, go."""
@@ -66,13 +66,13 @@ class Lane:
         return self.stops[0][0] if self.stops else inf
 
 
-class Batch:
+class AnswerBatch:
     """`clock_s`: when everything is as it says. Answers without drafts run in lane 0, others in lane 1."""
 
     def __init__(self, model: ReplicaModel, drafts: Drafts):
         self.model, self.drafts = model, drafts
         self.clock_s, self.made = 0.0, 0.0
-        self.waiting: deque[Answer] = deque()
+        self.waiting: deque[BatchAnswer] = deque()
         self._lanes = (Lane(), Lane())
         self.running = 0
         self._context, self._reserved, self._serial = 0.0, 0, 0
@@ -87,7 +87,7 @@ class Batch:
         self.clock_s = max(self.clock_s, now)
         self._prompts.clear()
 
-    def submit(self, answers: list[Answer], now: float) -> None:
+    def submit(self, answers: list[BatchAnswer], now: float) -> None:
         self.advance(now)
         self.waiting.extend(answers)
         self._admit()
@@ -97,7 +97,7 @@ class Batch:
         self._steps_left = self._steps_to_stop()
         return self.clock_s + self._seconds(self._steps_left) if self.running else inf
 
-    def turn(self) -> list[Answer]:
+    def turn(self) -> list[BatchAnswer]:
         """Advance to what `due_s` has just told; the answers that stop there, as they were admitted. They still run."""
         self._advance_steps(self._steps_left)
         stopped = []
@@ -108,11 +108,11 @@ class Batch:
                 stopped.append((serial, answer))
         return [answer for _, answer in sorted(stopped, key=lambda pair: pair[0])]
 
-    def resume(self, answer: Answer) -> None:
+    def resume(self, answer: BatchAnswer) -> None:
         """It continues to its next stop, which must lie ahead."""
         self._push(answer)
 
-    def leave(self, answer: Answer) -> None:
+    def leave(self, answer: BatchAnswer) -> None:
         """It has ended or moves away; its room goes to those that wait."""
         lane = self._lanes[answer.lane]
         answer.generated = float(answer.stop) if answer.generated == answer.stop else lane.at - answer.origin
@@ -152,7 +152,7 @@ class Batch:
             self.running += 1
             self._push(answer)
 
-    def _push(self, answer: Answer) -> None:
+    def _push(self, answer: BatchAnswer) -> None:
         self._serial += 1
         answer.entry = (answer.origin + answer.stop, self._serial, answer)
         heappush(self._lanes[answer.lane].stops, answer.entry)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import ceil
 
 from tailrace.lab.research.histopipe.batch import NO_DRAFTS, Drafts
-from tailrace.lab.research.histopipe.policy import HistoPipe
+from tailrace.lab.research.histopipe.policy import HistoPipeline
 from tailrace.lab.research.histopipe.systems import run_pipeline
 from tailrace.lab.simulator.acceptance import aimd_share
 from tailrace.lab.simulator.hardware import MODELS, NETWORK_BYTES_S, SEND_SHARE, replica_model
@@ -139,7 +139,7 @@ def play(
     outliers move. tiers: both of its tiers.
     """
     every = replace(cluster, replicas=2 * cluster.replicas)
-    knobs = HistoPipe(ranking_groups=min(RANKING_GROUPS, max(cluster.replicas // 2, 1)))
+    knobs = HistoPipeline(ranking_groups=min(RANKING_GROUPS, max(cluster.replicas // 2, 1)))
     train_s, rows = None, {}
     for drafts in draftings:
 

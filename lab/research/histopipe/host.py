@@ -2,7 +2,7 @@
 
 A worker begins step k + 1 as soon as it is through with its part of k and training on k - 1 has ended (`sequential`:
 training on k). Training takes one step after the other, each as soon as its last answer has ended. Decisions are
-`lab.research.histopipe.policy`'s; an answer that moves keeps its tokens, and its context is computed again. Invariants: no
+those of policy.py; an answer that moves keeps its tokens, and its context is computed again. Invariants: no
 token is lost or made twice, no worker works on two steps at once, the weights of a step lack at most one step of
 training. Called by `pipeline`.
 """
@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.lab.research.histopipe.batch import Answer, Batch, Drafts, expected_s
-from tailrace.lab.research.histopipe.policy import HistoPipe, Prompt, RankingGroup, in_order
+from tailrace.lab.research.histopipe.batch import AnswerBatch, BatchAnswer, Drafts, expected_s
+from tailrace.lab.research.histopipe.policy import HistoPipeline, Prompt, RankingGroup, in_order
 from tailrace.lab.simulator.types import Cluster, WorkloadGroup
 
 
-class Turn(NamedTuple):
+class WorkerTurn(NamedTuple):
     """A worker's part in a step. `version`: steps of training behind the weights it took."""
 
     worker: int
@@ -37,14 +37,14 @@ class Times(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class PipelineStep:
     """By rank of ranking group: answers, those not ended, outliers. By worker: its rank, what it begins with."""
 
     samples: list[int]
     unfinished: list[int]
-    outliers: list[list[Answer]]
+    outliers: list[list[BatchAnswer]]
     rank_of: dict[int, int]
-    answers: dict[int, list[Answer]]
+    answers: dict[int, list[BatchAnswer]]
     open: int
     last_end_s: float = 0.0
 
@@ -53,20 +53,20 @@ class PipelineHost:
     """`policy` None: prompts in the order given. The record: `turns`, `ended`, `trained_s` and the moves."""
 
     def __init__(
-        self, steps: Sequence[tuple[WorkloadGroup, ...]], cluster: Cluster, policy: HistoPipe | None, times: Times, *,
-        barrier: bool, migrate: bool, drafts: Drafts,
+        self, steps: Sequence[tuple[WorkloadGroup, ...]], cluster: Cluster, policy: HistoPipeline | None, times: Times,
+        *, barrier: bool, migrate: bool, drafts: Drafts,
     ):  # fmt: skip
         if not steps or not all(steps):
             raise ValueError("a pipeline needs steps, and each step prompts")
         self._source, self._cluster, self._policy, self._times = steps, cluster, policy, times
         self._lag = 1 if barrier else 2
         self._migrate, self._drafts = migrate, drafts
-        self.batches = [Batch(cluster.replica, drafts) for _ in range(cluster.replicas)]
+        self.batches = [AnswerBatch(cluster.replica, drafts) for _ in range(cluster.replicas)]
         self.trained_s: list[float] = []  # when training on each step has ended
-        self.turns: list[Turn] = []
-        self.ended: list[Answer] = []
+        self.turns: list[WorkerTurn] = []
+        self.ended: list[BatchAnswer] = []
         self.moved_within = self.moved_on = 0
-        self._steps: list[Step] = []
+        self._steps: list[PipelineStep] = []
         self._at = [-1] * cluster.replicas  # the step each worker is in, or was in last
         self._begun: list[tuple[float, int] | None] = [None] * cluster.replicas  # its time and version; None: idle
         self._due: list[float | None] = [None] * cluster.replicas
@@ -117,7 +117,7 @@ class PipelineHost:
             return
         begin_s, version = self._begun[worker]
         self._begun[worker] = self._due[worker] = None
-        self.turns.append(Turn(worker, self._at[worker], begin_s, batch.clock_s, version))
+        self.turns.append(WorkerTurn(worker, self._at[worker], begin_s, batch.clock_s, version))
         self._enter_next(worker)
 
     def _set_due(self, worker: int, at_s: float) -> None:
@@ -126,13 +126,13 @@ class PipelineHost:
 
     # ---- plans ---------------------------------------------------------------------------------------
 
-    def _planned(self, number: int) -> Step:
+    def _planned(self, number: int) -> PipelineStep:
         """Steps are planned in turn, each when it is first needed."""
         while len(self._steps) <= number:
             self._steps.append(self._plan(len(self._steps)))
         return self._steps[number]
 
-    def _plan(self, number: int) -> Step:
+    def _plan(self, number: int) -> PipelineStep:
         groups = {group.group_id: group for group in self._source[number]}
         prompts = [Prompt(group.group_id, group.past_lengths) for group in self._source[number]]
         ranking = in_order(prompts, len(self.batches))
@@ -148,14 +148,29 @@ class PipelineHost:
                     answer for group_id in share for answer in self._answers(groups[group_id], number, rank, ranked)
                 ]
         samples = [sum(len(answers[worker]) for worker in ranked.workers) for ranked in ranking]
-        return Step(samples, list(samples), [[] for _ in ranking], rank_of, answers, sum(samples))
+        return PipelineStep(
+            samples=samples,
+            unfinished=list(samples),
+            outliers=[[] for _ in ranking],
+            rank_of=rank_of,
+            answers=answers,
+            open=sum(samples),
+        )
 
-    def _answers(self, group: WorkloadGroup, step: int, rank: int, ranked: RankingGroup) -> list[Answer]:
+    def _answers(self, group: WorkloadGroup, step: int, rank: int, ranked: RankingGroup) -> list[BatchAnswer]:
         may_move = self._migrate and ranked.outlier_tokens is not None
         limit = int(ranked.outlier_tokens) + 1 if may_move else max(group.lengths)
         drafted = bool(group.past_lengths)
         return [
-            Answer(group.group_id, group.prompt_tokens, length, drafted, step, rank, min(length, limit))
+            BatchAnswer(
+                group_id=group.group_id,
+                prompt_tokens=group.prompt_tokens,
+                length=length,
+                drafted=drafted,
+                step=step,
+                rank=rank,
+                stop=min(length, limit),
+            )
             for length in group.lengths
         ]
 
@@ -170,7 +185,7 @@ class PipelineHost:
 
     # ---- answers -------------------------------------------------------------------------------------
 
-    def _stopped(self, worker: int, answer: Answer, now: float) -> None:
+    def _stopped(self, worker: int, answer: BatchAnswer, now: float) -> None:
         step, batch = self._steps[answer.step], self.batches[worker]
         if answer.stop < answer.length:
             answer.stop, answer.worker = answer.length, worker
@@ -182,7 +197,7 @@ class PipelineHost:
             step.last_end_s = now
             self._close(answer)
 
-    def _close(self, answer: Answer) -> None:
+    def _close(self, answer: BatchAnswer) -> None:
         """It counts no more for its step. After a step's last one, training on it has an end, and workers may
         continue."""
         step = self._steps[answer.step]
@@ -196,7 +211,7 @@ class PipelineHost:
                 if begun is None and self._due[worker] is None:
                     self._enter_next(worker)
 
-    def _move_outliers(self, step: Step, rank: int, now: float) -> None:
+    def _move_outliers(self, step: PipelineStep, rank: int, now: float) -> None:
         if not step.outliers[rank]:
             return
         verdict = self._policy.migration(rank, len(step.samples), step.unfinished[rank], step.samples[rank])
@@ -206,7 +221,7 @@ class PipelineHost:
         move = self._move_within if verdict == "within" else self._move_on
         step.outliers[rank] = [answer for answer in running if not move(answer, now)]
 
-    def _move_within(self, answer: Answer, now: float) -> bool:
+    def _move_within(self, answer: BatchAnswer, now: float) -> bool:
         """To the least busy worker of a longer ranking group in the same step, if there is one still at work."""
         ranks = self._steps[answer.step].rank_of
         at_work = [
@@ -221,7 +236,7 @@ class PipelineHost:
         self.moved_within += 1
         return True
 
-    def _move_on(self, answer: Answer, now: float) -> bool:
+    def _move_on(self, answer: BatchAnswer, now: float) -> bool:
         """To the next step: a worker of its longest ranking group that is not through with it. The answer counts there,
         so its first tokens are of weights that lack one training more than the step's."""
         number = answer.step + 1
@@ -248,13 +263,13 @@ class PipelineHost:
         self.moved_on += 1
         return True
 
-    def _take(self, answer: Answer, now: float) -> None:
+    def _take(self, answer: BatchAnswer, now: float) -> None:
         batch = self.batches[answer.worker]
         batch.advance(now)
         batch.leave(answer)
         self._touched.add(answer.worker)
 
-    def _give(self, answer: Answer, worker: int, now: float) -> None:
+    def _give(self, answer: BatchAnswer, worker: int, now: float) -> None:
         self.batches[worker].submit([answer], now)
         answer.worker = worker
         self._touched.add(worker)

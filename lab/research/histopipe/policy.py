@@ -36,7 +36,7 @@ GroupTime = Callable[[Sequence[Prompt], int], float]
 """Expected seconds of a ranking group on so many workers: tau(l, dp), which the paper looks up in a profile."""
 
 
-class HistoPipe(BaseModel):
+class HistoPipeline(BaseModel):
     """RhymeRL 6.2 to 6.4. `alternate` and `two_tier` are its two tiers, each selectable alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

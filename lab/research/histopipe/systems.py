@@ -10,7 +10,7 @@ from typing import Literal
 
 from tailrace.lab.research.histopipe.batch import NO_DRAFTS, Drafts
 from tailrace.lab.research.histopipe.host import PipelineHost, Times
-from tailrace.lab.research.histopipe.policy import HistoPipe
+from tailrace.lab.research.histopipe.policy import HistoPipeline
 from tailrace.lab.simulator.types import Cluster, WorkloadGroup
 
 Mode = Literal["sequential", "naive", "alternating", "tiers"]
@@ -27,7 +27,7 @@ def run_pipeline(
     weights_s: float,
     migrate: bool = True,
     drafts: Drafts = NO_DRAFTS,
-    policy: HistoPipe | None = None,
+    policy: HistoPipeline | None = None,
 ) -> dict:
     """Figures of one pipeline; `policy` gives HistoPipe's knobs.
 
@@ -64,7 +64,7 @@ def host_of(steps, cluster, mode, *, train_s, weights_s, migrate, drafts, policy
     """The host of a mode, not yet run."""
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
-    knobs = policy or HistoPipe()
+    knobs = policy or HistoPipeline()
     ranks = mode in ("alternating", "tiers")
     return PipelineHost(
         steps, cluster, knobs.model_copy(update={"two_tier": mode == "tiers"}) if ranks else None,

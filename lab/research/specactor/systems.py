@@ -91,11 +91,13 @@ def run(
         policies = POLICIES.model_copy(update={"racing": racing, "chunking": chunking})
     ran = simulate(
         workload, layout.cluster, policies, seed=seed, admission=False,
-        speculation=lambda index: DraftModelSpeculation(layout.way, odds, model.step, ways, layout.plan, policy),
+        speculation=lambda index: DraftModelSpeculation(way=layout.way, odds=odds, step=model.step, races=ways, plan=layout.plan, policy=policy),
         spans=spans, check=check, system=name, progress=progress,
     )  # fmt: skip
     chances = BestOf([odds.facing(method) for method in (methods if chosen.race else (layout.way.method,))])
-    most = DraftModelSpeculation(layout.way, odds, model.step, ways, layout.plan, policy).most
+    most = DraftModelSpeculation(
+        way=layout.way, odds=odds, step=model.step, races=ways, plan=layout.plan, policy=policy
+    ).most
     found = [bounds(step, layout.cluster, chances, most) for step in workload.steps]
     return replace(ran, bounds={key: sum(of_step[key] for of_step in found) for key in found[0]})
 
@@ -132,7 +134,14 @@ def _published_plan(
     """Algorithm 1 as printed, but for its end of windows: of every pair and window the most tokens a second."""
     pairs = [(d, v, ceil((d.gpus + v.gpus) * samples / gpus)) for v in verifiers for d in drafters if d.gpus <= v.gpus]
     rated = [
-        Plan(d, v, w, b, published_tokens_s(p, d, v, b, w), f"accepts {p:.2f}")
+        Plan(
+            drafter=d,
+            verifier=v,
+            window=w,
+            samples=b,
+            tokens_s=published_tokens_s(p, d, v, b, w),
+            reason=f"accepts {p:.2f}",
+        )
         for d, v, b in pairs
         for w in range(1, MOST_WINDOW + 1)
     ]

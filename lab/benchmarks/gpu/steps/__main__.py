@@ -1,4 +1,5 @@
-"""The process of one step: `python -m tailrace.lab.benchmarks.gpu.steps NAME PLACE`. Exit code 1 when a measurement failed."""
+"""The process of one step: `python -m tailrace.lab.benchmarks.gpu.steps NAME PLACE`. Exit
+code 1 when a measurement failed."""
 
 import os
 import sys
@@ -6,30 +7,30 @@ import traceback
 from importlib import import_module
 
 from tailrace.lab.benchmarks.gpu import catalog
-from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, Ended, Step
+from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, CheckStep, StepEnded
 from tailrace.lab.benchmarks.gpu.measurements import NEEDS_CARD, Measurements, StepEnds
 from tailrace.lab.benchmarks.gpu.place import Place
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
 
 
-def run_step(step: Step, place: Place) -> Ended:
+def run_step(step: CheckStep, place: Place) -> StepEnded:
     """Runs a step in this process."""
     module, name = step.run.split(":")
     measurements = Measurements(step.name, place)
     try:
         getattr(import_module(module), name)(measurements, **step.settings)
     except StepEnds as error:
-        return Ended(FAILED, f"{error} failed")
+        return StepEnded(FAILED, f"{error} failed")
     except Exception as error:  # noqa: BLE001 - the edge of the step: its error is a result
         traceback.print_exc()
-        return Ended(FAILED, f"{type(error).__name__}: {str(error)[:500]}")
-    return Ended(FAILED, f"{measurements.failed} measurements failed") if measurements.failed else Ended(DONE)
+        return StepEnded(FAILED, f"{type(error).__name__}: {str(error)[:500]}")
+    return StepEnded(FAILED, f"{measurements.failed} measurements failed") if measurements.failed else StepEnded(DONE)
 
 
-def look_at(step: Step, place: Place) -> Ended:
+def look_at(step: CheckStep, place: Place) -> StepEnded:
     """Imports a step that needs a card, and builds what it would give to its engine."""
     import_module(step.run.split(":")[0]).inputs(place, **step.settings)
-    return Ended(DONE, NEEDS_CARD)
+    return StepEnded(DONE, NEEDS_CARD)
 
 
 def main() -> int:

@@ -124,7 +124,7 @@ class CheckedEngine:
 
         began_s, self.answers, self.version = time.perf_counter(), GivenAnswers(), 0
         feed = self.answers if config.draft.is_ours else None
-        self.stepper = Stepper(config, "gpu-check", 0, 0, pool, feed)
+        self.stepper = Stepper(config=config, replica_id="gpu-check", weights_version=0, rank=0, pool=pool, feed=feed)
         self.loop = EngineLoop(self.stepper)
         self.start_s = time.perf_counter() - began_s
 
@@ -151,7 +151,14 @@ class CheckedEngine:
         plan = None
         if drafts:
             budget = FixedBudget(tokens=drafts)
-            plan = DraftPlan(GroupRef(group, group), sample, 1, 512, (0, 0), budget)
+            plan = DraftPlan(
+                group=GroupRef(group, group),
+                sample_index=sample,
+                epoch=1,
+                expected_tokens=512,
+                class_starts=(0, 0),
+                policy=budget,
+            )
         return ChunkRequest(
             chunk_id=name,
             sample_key=sample_key(7, 0, group, sample),

@@ -24,14 +24,14 @@ def without_our_worker(config: EngineConfig) -> dict:
 
 def plain(step: Measurements, level: Exactness, shape: str = "135M") -> None:
     """Times of steps of 8, 64 and 256 samples. `level`: law is vLLM's own choice of kernels."""
-    found: list[PlainDecoding] = []
+    found: list[PlainEngine] = []
 
     def start() -> dict:
         began_s = time.perf_counter()
         model, arguments = made(step.place, shape)
         sizes = {"running": 256, "gib": KV_GIB.get(shape, 8.0)}
         config = config_of(step.place, model, draft="off", level=level, **sizes, **arguments)
-        found.append(PlainDecoding(config, vocabulary_of(step.place, shape)))
+        found.append(PlainEngine(config, vocabulary_of(step.place, shape)))
         return {"start_s": time.perf_counter() - began_s}
 
     step.must(f"start of {shape}", start)
@@ -39,7 +39,7 @@ def plain(step: Measurements, level: Exactness, shape: str = "135M") -> None:
         step.tried(f"{samples} samples", lambda samples=samples: decoding.timed(step, found[0], samples))
 
 
-class PlainDecoding:
+class PlainEngine:
     """Samples that vLLM decodes."""
 
     def __init__(self, config: EngineConfig, vocabulary: int):

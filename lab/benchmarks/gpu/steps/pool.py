@@ -109,6 +109,15 @@ class MovedSamples:
 
     def _run(self, way: str, context, length: int, count: int, plan: KvPlan) -> tuple[ChunkResult, float]:
         name, key = f"{length}-{way}", sample_key(1, 0, "p", length)
-        chunk = ChunkRequest(name, key, context, length, count, SamplingParams(ignore_eos=True), 0, kv=plan)
+        chunk = ChunkRequest(
+            chunk_id=name,
+            sample_key=key,
+            token_ids=context,
+            prompt_tokens=length,
+            max_tokens=count,
+            sampling=SamplingParams(ignore_eos=True),
+            weights_version=0,
+            kv=plan,
+        )
         began_s = time.perf_counter()
         return self._engine.run([chunk])[name], time.perf_counter() - began_s
