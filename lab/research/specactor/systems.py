@@ -91,7 +91,9 @@ def run(
         policies = POLICIES.model_copy(update={"racing": racing, "chunking": chunking})
     ran = simulate(
         workload, layout.cluster, policies, seed=seed, admission=False,
-        speculation=lambda index: DraftModelSpeculation(way=layout.way, odds=odds, step=model.step, races=ways, plan=layout.plan, policy=policy),
+        speculation=lambda index: DraftModelSpeculation(
+            way=layout.way, odds=odds, step=model.step, races=ways, plan=layout.plan, policy=policy,
+        ),
         spans=spans, check=check, system=name, progress=progress,
     )  # fmt: skip
     chances = BestOf([odds.facing(method) for method in (methods if chosen.race else (layout.way.method,))])
