@@ -12,6 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from tailrace.app.gateway.config import CONVERSATION_TOKENS, GATEWAY
 from tailrace.deployments.keyed_error import KeyedError
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.registry import FAMILIES, Policies, members, name_of
 from tailrace.policies.protocol.file_keys import keys_of
 
@@ -49,6 +50,12 @@ OLD_OF_DEPLOYMENT = dict.fromkeys(
     "remove it: Serve's defaults hold",
 )  # fmt: skip
 """Serve's own keys of a deployment that were passed on to it."""
+
+
+GONE_FIELDS: dict[type[BaseModel], dict[str, str]] = {
+    DraftConfig: dict.fromkeys(("paths", "fork_running"), "remove it: one path of a draft is verified"),
+}
+"""Keys of older files whose field no longer exists, by the model that had it."""
 
 
 def refuse_old(data: Any) -> None:
@@ -128,9 +135,11 @@ def refuse_constants(model: type[BaseModel], data: Any, at: str = "") -> None:
         return
     for key, value in data.items():
         field = model.model_fields.get(key) if isinstance(key, str) else None
+        place = f"{at}.{key}".lstrip(".")
+        if field is None and key in GONE_FIELDS.get(model, {}):
+            raise KeyedError(place, f"{GONE}; {GONE_FIELDS[model][key]}")
         if field is None:
             continue  # the model itself refuses it
-        place = f"{at}.{key}".lstrip(".")
         if key not in keys_of(model):
             raise KeyedError(place, f"{GONE}; {_fixed(model, key)}")
         for inner in _models_in(field.annotation):

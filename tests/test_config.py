@@ -138,7 +138,7 @@ OLD_SCALING = {"min_replicas": 1, "max_replicas": 4, "metrics_interval_s": 1, "l
         (
             (*ARGS, "engine", "draft", "paths"),
             2,
-            "args.engine.draft.paths: no longer a key; remove it: it is fixed at 1",
+            "args.engine.draft.paths: no longer a key; remove it: one path of a draft is verified",
         ),
         ((*ARGS, "engine", "draft", "index"), {}, "args.engine.draft.index: no longer a key; remove it: the index has"),
         ((*ARGS, "engine", "block_tokens"), 16, "block_tokens: no longer a key; remove it: it is 32 on CPUs and 16 on"),
@@ -233,8 +233,8 @@ def test_what_is_null_in_the_arguments_stays_null():
 
 
 def test_a_constant_that_code_has_changed_fits_no_file():
-    file = with_engine(load_config(), {"draft": DraftConfig(paths=2)})
-    with pytest.raises(ValueError, match=r"DraftConfig\.paths is set in code; no file can have it"):
+    file = with_engine(load_config(), {"draft": DraftConfig(lookup_max=5)})
+    with pytest.raises(ValueError, match=r"DraftConfig\.lookup_max is set in code; no file can have it"):
         declared(file)
     context = file.application.with_args(context=ContextConfig(flush_s=1.0))
     assert context.args.context.flush_s == 1.0

@@ -201,11 +201,13 @@ def test_what_a_lost_chunk_had_made_is_drafted_for_the_one_that_follows_it(draft
     assert verified == ANSWER[11:19]
 
 
-def test_what_a_copy_has_made_is_drafted(drafts):
+def test_what_a_lost_chunk_had_made_is_drafted(drafts):
     engine = Engine(drafts, Goodput())
     chunk_id = engine.start(0, 0, 60)
     engine.step()
-    drafts.heard(drafts._running[chunk_id].chunk, 1, ANSWER[1:6])
+    drafted = drafts._running[chunk_id]
+    drafts._read(drafted)
+    drafts._spread(drafted, 1, ANSWER[1:6])
     engine.step()
     assert engine.step()[chunk_id][:4] == ANSWER[2:6]
 

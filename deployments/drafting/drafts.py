@@ -1,7 +1,7 @@
 """The drafts of one engine: tokens are added to their group's index, and proposals are made from it.
 
 A policy decides the length of each draft. The tokens that a draft model has sent in time are joined with the index's
-proposal in a tree: its best path is verified by the request, other paths by forks if there are any. Runs next to vLLM's
+proposal in a tree, of which the request verifies the best path. Runs next to vLLM's
 scheduler, on the engine's thread, between two steps. Tokens set as a request's `spec_token_ids` are verified in the
 next step. Invariant: nothing here waits or changes a token (the exact sampler verifies by equality). A request gets no
 more drafts than vLLM will verify, so the counted drafts are the verified ones.
@@ -36,7 +36,6 @@ from tailrace.policies.protocol.views import DraftView
 if TYPE_CHECKING:  # the feed imports Ray, which nothing else here needs
     from tailrace.deployments.context.context_client import ContextClient
     from tailrace.deployments.drafter.client import Drafters
-    from tailrace.deployments.drafting.forks import Fork, Forks
 
 ALL_EVIDENCE = 8
 """Maximum number of samples in a step for which each is drafted with all its evidence, after every step.
@@ -204,12 +203,6 @@ class EngineDrafts:
 
     # ---- proposals ---------------------------------------------------------------------------------
 
-    def heard(self, chunk: ChunkRequest, start: int, tokens: list[int]) -> None:
-        """Records tokens that a copy of the chunk has made: the chunk will make them too."""
-        if (drafted := self._running.get(chunk.chunk_id)) is not None and tokens:
-            self._read(drafted)
-            self._spread(drafted, start, tokens)
-
     def _read(self, drafted: DraftedTokens) -> None:
         """Extends the index to a chunk's last token."""
         if drafted.unread:
@@ -241,15 +234,15 @@ class EngineDrafts:
         if self._feed is not None:
             self._feed.append(plan.group, plan.sample_index, start, tokens)
 
-    def propose(self, forks: Forks | None = None) -> None:
-        """Sets drafts after a step: the next draft on each continuing request, the other branches on its forks."""
+    def propose(self) -> None:
+        """Sets the next draft on each continuing request, after a step."""
         began_s = time.perf_counter()
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
-        due = self._model is not None or forks is not None or self._is_due(len(fresh), cost)
+        due = self._model is not None or self._is_due(len(fresh), cost)
         if due or not all([drafted.futile for drafted in fresh]):
-            self._draft(fresh, cost, due, forks)
+            self._draft(fresh, cost, due)
         self._spent_s += time.perf_counter() - began_s
 
     def _is_due(self, running: int, cost: StepCost | None) -> bool:
@@ -260,7 +253,7 @@ class EngineDrafts:
         allowed_s = min(FUTILE_S, FUTILE_SHARE * step_s)
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
-    def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, forks: Forks | None) -> None:
+    def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool) -> None:
         """Runs `propose` for all chunks with new tokens, or, unless `due`, only for those whose drafts pay."""
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
@@ -280,8 +273,6 @@ class EngineDrafts:
             drafted.draft, at = tokens[row][:budget], row * width
             drafted.sources = sources[at : at + budget]
             drafted.request.spec_token_ids = tokens[row][:budget]
-            if forks is not None:
-                self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
 
     def _apart(self, fresh: list[DraftedTokens]) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
         """Returns chunks in the next step, and chunks that skip it because they alternate with their draft models."""
@@ -323,7 +314,7 @@ class EngineDrafts:
         return batch
 
     def _ahead(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
-        """Returns the tokens that a copy or a lost chunk has already made, followed by the guess."""
+        """Returns the tokens that a lost chunk had already made, followed by the guess."""
         known = drafted.group.index.ahead(drafted.chunk.draft.sample_index, drafted.generated, most)
         return guess.after(known).first(most) if len(known) else NOTHING
 
@@ -335,27 +326,11 @@ class EngineDrafts:
         return min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
 
     def _from_model(self, drafted: DraftedTokens, most: int) -> Proposal:
-        """Returns the draft model's tokens; none if the index knows the next ones, which a copy has already made."""
+        """Returns the draft model's tokens; none if the index knows the next ones, of a lost chunk."""
         plan, index = drafted.chunk.draft, drafted.group.index
         if index.known(plan.sample_index) > drafted.generated:
             return NOTHING
         return self._model.proposal(drafted.chunk.chunk_id).first(max(0, min(most, self._room(drafted))))
-
-    def _branch(self, drafted: DraftedTokens, forks: list[Fork], budget: int) -> None:
-        """Sets each fork's draft: the known tokens that it lacks, then its own branch."""
-        if not forks:
-            return
-        index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
-        branches = index.propose(sample_index, budget, 1 + max(fork.path for fork in forks))
-        branches = [branch.tokens.tolist() for branch in branches]
-        of_index = drafted.sources[0] != Source.MODEL
-        if branches and (of_index or branches[0] == drafted.draft[: len(branches[0])]):
-            branches = branches[1:]  # the chunk itself verifies it
-        for fork in forks:
-            known = index.ahead(sample_index, fork.generated, self._draft_tokens).tolist()
-            branch = branches[fork.path - 1] if fork.path <= len(branches) else []
-            room = min(drafted.until - fork.generated, self._max_model_len - fork.request.num_tokens) - 1
-            fork.request.spec_token_ids = (known + branch)[: max(0, min(self._draft_tokens, room))]
 
     def _view(self, fresh: list[DraftedTokens], batch: ProposalBatch, cost: StepCost) -> DraftView:
         plans = [drafted.chunk.draft for drafted in fresh]

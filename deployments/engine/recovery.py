@@ -10,7 +10,6 @@ the engine is to blame. Owned by the stepper, on the engine's thread; costs noth
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.engine_chunk import EngineChunk
 from tailrace.deployments.engine.redraws import Redraws
@@ -33,13 +32,12 @@ class Recovery:
         engine,
         requests: Requests,
         redraws: Redraws,
-        forks: Forks | None,
         link,
         possible: int,
         forget: Callable[[str], None],
         restart: Callable[[EngineChunk, object], None],
     ):
-        self._engine, self._requests, self._redraws, self._forks, self._link = engine, requests, redraws, forks, link
+        self._engine, self._requests, self._redraws, self._link = engine, requests, redraws, link
         self._possible, self._forget, self._restart = possible, forget, restart
         self._core = engine.engine_core.engine_core
         self._states = engine.output_processor.request_states
@@ -104,8 +102,6 @@ class Recovery:
         for request_id in scheduler.requests:
             for blocks in scheduler.kv_cache_manager.get_block_ids(request_id):
                 scheduler.kv_cache_manager.evict_blocks(set(blocks))
-        if self._forks is not None:
-            self._forks.fit({})
         for running in tried:
             self._withdraw(running)
         others = [*{**scheduler.requests, **self._states}]

@@ -13,7 +13,6 @@ import numpy as np
 
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
-from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.adapters import Adapters
 from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, tokens_to_verify
@@ -82,10 +81,8 @@ class Stepper:
 
             self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._performance)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
-        parts = self._requests, config.draft, self._constant, pool is not None, self._forget
-        self._forks = Forks(*parts) if config.draft.method == "group" and config.draft.paths > 1 else None
         self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
-        parts = self._requests, self._redraws, self._forks, self._link, 1 + self._constant["draft_tokens"]
+        parts = self._requests, self._redraws, self._link, 1 + self._constant["draft_tokens"]
         self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
         self._suspects = self._recovery.suspects
         self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
@@ -208,8 +205,6 @@ class Stepper:
     def _step(self) -> list[tuple[str, list[int]]]:
         """Runs one engine step. Returns the tokens that it made, by chunk id."""
         verified_tokens = tokens_to_verify(self._running.values())
-        if self._forks is not None:
-            self._forks.fit(self._chunks())
         began_s = time.monotonic()
         outputs = self._outputs.step()
         ended_s = time.monotonic()
@@ -225,9 +220,7 @@ class Stepper:
         if not outputs:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         if self._drafts is not None:
-            self._drafts.propose(self._forks)
-        if self._forks is not None and self._suspects.quiet:
-            self._branch()
+            self._drafts.propose()
         if self._link is not None:
             self._link.after_step(ended_s - began_s, verified_tokens > 0, ended_s)
             self._ended += self._link.release()
@@ -238,8 +231,6 @@ class Stepper:
         made, ended = [], []
         for output in outputs:
             name, token_ids, reason, whole = output
-            if self._forks is not None and self._is_forks(output):
-                continue
             running = self._running[name]
             if self._requests.redraws or running.chunk.sampling.stop:
                 token_ids, reason = self._cut(running, output, outputs)
@@ -265,24 +256,8 @@ class Stepper:
             self._leave(running, keep_kv=running.keeps_kv)
         return token_ids, "stop" if stopped else reason
 
-    def _is_forks(self, output: StepOutput) -> bool:
-        """Returns whether a fork made these tokens; its chunk then drafts from them."""
-        taken = self._forks.take(output.name, output.token_ids, output.reason is not None)
-        if taken is not None:
-            self._drafts.heard(*taken, output.token_ids)
-        return taken is not None
-
-    def _branch(self) -> None:
-        chunks = self._chunks()
-        for running in self._running.values():
-            if running.first_token_s is not None:
-                self._work["forks"] = self._forks.branch(running.chunk, running.answer(), chunks)
-
-    def _chunks(self) -> dict[str, ChunkRequest]:
-        return {chunk_id: running.chunk for chunk_id, running in self._running.items()}
-
     def _forget(self, request_id: str) -> None:
-        """Drops the records of an ended request that is no chunk (a fork)."""
+        """Drops the records of an ended request."""
         self._engine.collective_rpc("take_record", args=(request_id, 0, 0))
         if self._link is not None:
             self._link.forget(request_id)

@@ -75,8 +75,6 @@ class DraftConfig(BaseModel):
     draft_tokens: int = Field(16, ge=1, le=64, description="maximum draft tokens per verification")
     lookup_max: int = Field(4, ge=1, description="ngram: longest n-gram looked up")
     lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
-    paths: int = Field(1, ge=1, le=8, description="group: branches of a draft verified at once, by copies of the chunk")
-    fork_running: int = Field(2, ge=1, description="group: maximum running chunks at which branches are verified")
     index: IndexSettings = Field(IndexSettings(), description="group: parts and weights of the index")
     index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
 

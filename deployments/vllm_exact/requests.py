@@ -1,6 +1,6 @@
 """Chunks as requests inside vLLM. Invariant: for any input, a refusal is one line and changes nothing.
 
-Called by the stepper, and by its forks, on the engine's thread.
+Called by the stepper, on the engine's thread.
 """
 
 from collections import OrderedDict

@@ -10,7 +10,7 @@ from rich.status import Status
 
 from tailrace.app.errors import BadInput, Failed
 
-DRAFTS = {"method": "group", "draft_tokens": 4, "paths": 2, "fork_running": 2}
+DRAFTS = {"method": "group", "draft_tokens": 4}
 
 
 def fuzz_engine(seed: int, minutes: float, given: tuple[str, ...], as_json: bool, model: str = "demo") -> None:

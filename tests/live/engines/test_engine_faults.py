@@ -48,7 +48,7 @@ def chunk(sample: int, sampling=WARM, **changes) -> ChunkRequest:
 
 @pytest.fixture(scope="module")
 def loop(model_dir):
-    draft = DraftConfig(method="group", draft_tokens=4, paths=2, fork_running=3)
+    draft = DraftConfig(method="group", draft_tokens=4)
     config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
     loop = EngineLoop(Stepper(config, "faults", 0, 0))
     yield loop
