@@ -41,12 +41,13 @@ def _bind(args: AppArgs, options: dict[str, dict[str, Any]]) -> Application:
     require_token_mode(args.allow_no_token)
     config = args.engine.model_copy(update={"model": str(resolve_model(args.engine.model))})
     pool, otlp = _keyed(args.pool), otlp_wanted()
+    context = args.context and args.context.for_replicas(args.replicas.max)
     drafts, drafters = args.drafter, None
     if drafts is not None:
         drafts = drafts.model_copy(update={"model": str(resolve_model(drafts.model))})
         drafters = Drafter.options(**options["Drafter"]).bind(drafts, config)
     return Coordinator.options(**options["Coordinator"]).bind(
-        Engine.options(**options["Engine"]).bind(config, 0, otlp, pool, args.context, drafts, drafters),
+        Engine.options(**options["Engine"]).bind(config, 0, otlp, pool, context, drafts, drafters),
         config,
         TelemetryExport(spans=otlp, metrics=otlp_wanted("METRICS"), every_group=sampler_named()),
         ServiceSize(
@@ -54,7 +55,7 @@ def _bind(args: AppArgs, options: dict[str, dict[str, Any]]) -> Application:
             drafters=args.drafters,
         ),
         pool,
-        args.context,
+        context,
         token_log_dir=args.token_log_dir,
         allow_no_token=args.allow_no_token,
     )

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from tailrace.app.gateway.config import CONVERSATION_TOKENS, GATEWAY
+from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.keyed_error import KeyedError
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.registry import FAMILIES, Policies, members, name_of
@@ -53,6 +54,9 @@ OLD_OF_DEPLOYMENT = dict.fromkeys(
 
 
 GONE_FIELDS: dict[type[BaseModel], dict[str, str]] = {
+    ContextConfig: dict.fromkeys(
+        ("max_shards", "replicas_per_shard", "shrink_after_s"), "remove it: there is one actor for each 64 replicas"
+    ),
     DraftConfig: dict.fromkeys(("paths", "fork_running"), "remove it: one path of a draft is verified"),
 }
 """Keys of older files whose field no longer exists, by the model that had it."""

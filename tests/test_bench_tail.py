@@ -13,7 +13,7 @@ from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_
 from tailrace.app.errors import BadInput
 from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
-from tailrace.deployments.context.shard_set import EVERY
+from tailrace.deployments.context.prompt_files import EVERY
 from tailrace.deployments.messages.drafts import EVIDENCE
 from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.deployments.messages.status import ReplicasChanged

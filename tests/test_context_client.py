@@ -15,9 +15,9 @@ from waiting import until
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.context.live_groups import LiveGroups, Packet
-from tailrace.deployments.context.membership import NoShard
+from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard_exchange import ShardExchange, _joined, _within
-from tailrace.deployments.context.shard_set import Moved, ShardSet, file_of, shard_of
+from tailrace.deployments.context.shard_handles import NoShard
 from tailrace.deployments.messages.context import GroupRef, PastAnswer, Piece
 from tailrace.kvpool.counts import Counts
 
@@ -58,53 +58,37 @@ def _ray(monkeypatch):
 class Shard:
     """`fails`: answers in the place of its own, each for one call. `history`: by group."""
 
-    def __init__(self, set_of=lambda: ShardSet(0, 1), index: int = 0):
-        self.live, self.history, self.set_of, self.index = LiveGroups(1e6, 2**30, 1), {}, set_of, index
-        self.taken: list[tuple] = []  # pieces of exchanges that it answered with news
-        self.exchanged, self.asked, self.learned, self.fails, self.past_waits = [], [], [], [], False
+    def __init__(self):
+        self.live, self.history = LiveGroups(1e6, 2**30, 1), {}
+        self.exchanged, self.asked, self.fails, self.past_waits = [], [], [], False
         self.refs: list[Ref] = []
-        self.busy = threading.Lock()  # held by a test that moves groups
         self.exchange = SimpleNamespace(options=self._options)
-        self.past, self.learn = SimpleNamespace(remote=self._past), SimpleNamespace(remote=self._learn)
+        self.past = SimpleNamespace(remote=self._past)
 
     def _options(self, max_task_retries: int):
         assert max_task_retries == 0, "an exchange that is made twice loses news"
-        return SimpleNamespace(remote=self._when_free)
-
-    def _when_free(self, *arguments) -> Ref:
-        with self.busy:
-            return self._exchange(*arguments)
+        return SimpleNamespace(remote=self._exchange)
 
     def _exchange(self, writer: str, packet: Packet, wants) -> Ref:
         pieces = [(p.group, p.sample_index, p.start, p.tokens.tolist()) for p in packet.pieces()]
         self.exchanged.append((writer, pieces, [want.group for want in wants]))
         if self.fails:
             return Ref(self.fails.pop(0))
-        groups = {*packet.groups, *(want.group for want in wants)}
-        if any(shard_of(group.prompt_key, self.set_of().shards) != self.index for group in groups):
-            return Ref(Moved(self.set_of()))
-        self.taken += pieces
         news, cursors = self.live.fetch(writer, wants, 0.0)
         self.live.append(writer, packet, 0.0)
         return Ref((news, cursors))
 
     def _past(self, groups) -> Ref:
         self.asked.append(list(groups))
-        if any(shard_of(group.prompt_key, self.set_of().shards) != self.index for group in groups):
-            return Ref(Moved(self.set_of()))
         self.refs.append(Ref([self.history.get(group, []) for group in groups], not self.past_waits))
         return self.refs[-1]
-
-    def _learn(self, shards: ShardSet) -> Ref:
-        self.learned.append(shards)
-        return Ref(max(shards, self.set_of()))
 
     def write(self, group: GroupRef, sample_index: int, start: int, tokens: list[int], writer: str = "mate") -> None:
         self.live.append(writer, Packet.of([Piece(group, sample_index, start, np.array(tokens, np.int32))]), 0.0)
 
 
 class Shards:
-    """Peers. `shards`: by index."""
+    """Handles. `shards`: by index."""
 
     def __init__(self, *shards: Shard):
         self.shards, self.lost = dict(enumerate(shards)), []
@@ -227,7 +211,7 @@ def test_a_group_at_rest_is_read_on_from_where_it_was_and_a_released_one_from_it
     reader = Reader(client)
     assert reader.read(2) == [5, 6]
     client.rest(GROUP)
-    until(lambda: GROUP in client._routes.exchange_of(GROUP)._resting)  # its thread has heard of it
+    until(lambda: GROUP in client._exchanges[0]._resting)  # its thread has heard of it
     shard.write(GROUP, 1, 2, [7])
     until(lambda: is_quiet(shard))
     assert len(reader.look()) == 2, "nothing is asked for it"
@@ -246,7 +230,7 @@ def test_news_of_a_released_group_are_not_given_and_its_last_tokens_are_sent(mad
     client.hold(OTHER)
     shard.write(GROUP, 1, 0, [5])
     shard.write(OTHER, 1, 0, [6])
-    until(lambda: client.counts().get("fetched_tokens", 0) >= 2 or client._routes.exchange_of(GROUP)._wake.set())
+    until(lambda: client.counts().get("fetched_tokens", 0) >= 2 or client._exchanges[0]._wake.set())
     client.append(GROUP, 0, 0, [1, 2])
     client.release(GROUP)
     assert [fetched.group for fetched in client.take()] == [OTHER]
@@ -327,126 +311,26 @@ def test_the_oldest_tokens_go_where_a_shard_is_away_for_long(made):
     assert dropped >= 3 and dropped % 3 == 0 and sent(shard)[-1][1] == 9
 
 
-def test_a_group_that_moved_is_read_on_in_its_new_shard_with_its_unsent_tokens(made):
-    present = [ShardSet(0, 1)]
-    shards = [Shard(lambda: present[0], index) for index in range(2)]
-    moving = group_of(1)
-    staying = group_of(0)
-    client = made(*shards)
-    shards[0].write(moving, 1, 0, [5, 6])
-    shards[0].history = {moving: [answer(1, [3])]}
-    client.hold(moving)
-    client.hold(staying)
-    reader = Reader(client)
-    assert reader.read(2) == [5, 6]
-    until(lambda: reader.look() and reader.history)
-    with shards[0].busy:
-        shards[1].live.put_in(shards[0].live.take_out(file_of(moving.prompt_key)), 0.0)
-        present[0] = ShardSet(1, 2)
-        client.append(moving, 0, 0, [1, 2])
-        client.append(staying, 0, 0, [4])
-    until(lambda: sent(shards[1]))
-    shards[1].write(moving, 1, 2, [7])
-    shards[0].write(staying, 1, 0, [8])
-    until(lambda: len(reader.look()) == 4)
-    assert reader.tokens[moving, 1, 2] == 7 and reader.tokens[staying, 1, 0] == 8
-    until(lambda: client.counts().get("sent_tokens") == 3)
-    assert sent(shards[1]) == [(moving, 0, 0, [1, 2])] and client.counts()["moved"] >= 1
-    assert [piece for piece in shards[0].taken if piece[0] != moving] == [(staying, 0, 0, [4])]
-    assert not [piece for piece in shards[0].taken if piece[0] == moving]
-    assert not shards[1].asked and len(reader.history) == 1, "its history has come"
-    assert all(moving not in wants for _, _, wants in shards[0].exchanged[-1:])
-    client.release(moving)
-    until(lambda: is_quiet(shards[1]))
-
-
-def test_tokens_that_wait_go_with_their_group_and_those_of_others_stay(made):
-    present = [ShardSet(0, 1)]
-    shards = [Shard(lambda: present[0], index) for index in range(2)]
-    moving, staying = group_of(1), group_of(0)
-    client = made(*shards, linger_s=3600.0, flush_tokens=100)
-    client.hold(moving)
-    client.hold(staying)
-    first = client._routes.exchange_of(staying)
-    until(lambda: not first._said and is_quiet(shards[0]))
-    client.append(moving, 0, 0, [1, 2])
-    client.append(staying, 0, 0, [4])
-    until(lambda: len(first._unsent) == 2)
-    present[0] = ShardSet(1, 2)
-    client._routes.learn(present[0])
-    until(lambda: sent(shards[1]))
-    client.hold(staying)  # it asks at once, and sends what waits
-    until(lambda: sent(shards[0]))
-    assert sent(shards[1]) == [(moving, 0, 0, [1, 2])] and sent(shards[0]) == [(staying, 0, 0, [4])]
-
-
-def test_a_group_at_rest_keeps_its_place_when_it_moves(made):
-    present = [ShardSet(0, 1)]
-    shards = [Shard(lambda: present[0], index) for index in range(2)]
-    moving = group_of(1)
-    client = made(*shards)
-    shards[0].write(moving, 1, 0, [5, 6])
-    client.hold(moving)
-    reader = Reader(client)
-    assert reader.read(2) == [5, 6]
-    client.rest(moving)
-    first = client._routes.exchange_of(moving)
-    until(lambda: moving in first._resting and shards[0].asked)
-    with shards[0].busy:
-        shards[1].live.put_in(shards[0].live.take_out(file_of(moving.prompt_key)), 0.0)
-        present[0] = ShardSet(1, 2)
-    client._routes.learn(present[0])
-    first._wake.set()
-    second = client._routes.exchange_of(moving)
-    until(lambda: moving in second._resting)
-    assert moving not in second._wants and not first._resting
-    shards[1].write(moving, 1, 2, [7])
-    until(lambda: is_quiet(shards[1]))
-    assert len(reader.look()) == 2, "it rests"
-    client.hold(moving)
-    assert reader.read(3) == [5, 6, 7] and not shards[1].asked
-
-
-def test_a_shard_that_fails_in_another_way_is_not_looked_for(made):
-    shards = [Shard(lambda: ShardSet(0, 2), index) for index in range(2)]
+def test_each_group_is_exchanged_with_its_own_shard(made):
+    shards = Shard(), Shard()
     client = made(*shards, shards=2)
-    client.hold(group_of(1))
-    until(lambda: shards[1].exchanged)
-    shards[1].fails = [ValueError("odd")]
-    until(lambda: client.counts().get("exchange_failed.ValueError"))
-    client.hold(group_of(0))
-    until(lambda: shards[0].exchanged)
-    shards[0].fails = [RayActorError("it starts again")]
-    until(lambda: client.counts().get("exchange_failed.RayActorError"))
-    assert client._routes.shards.lost == [] and shards[0].learned == [], "the first one is asked for the others alone"
+    for index in range(2):
+        client.hold(group_of(index))
+        client.append(group_of(index), 0, 0, [index])
+    until(lambda: all(map(sent, shards)))
+    assert [sent(shard) for shard in shards] == [[(group_of(index), 0, 0, [index])] for index in range(2)]
+    assert [shard.asked for shard in shards] == [[[group_of(index)]] for index in range(2)]
 
 
-def test_a_group_that_moves_before_its_history_was_asked_for_gets_it_once_from_its_new_shard(made):
-    present = [ShardSet(0, 1)]
-    shards = [Shard(lambda: present[0], index) for index in range(2)]
-    moving, staying = group_of(1), group_of(0)
-    client = made(*shards)
-    shards[0].past_waits, shards[1].history = True, {moving: [answer(1, [3])]}
-    client.hold(staying)
-    until(lambda: shards[0].asked)
-    client.hold(moving)
-    until(lambda: moving in client._routes.exchange_of(moving)._new_groups)  # its question waits for the other one
-    present[0] = ShardSet(1, 2)
-    reader = Reader(client)
-    until(lambda: reader.look() or reader.history)
-    shards[0].past_waits = False
-    shards[0].refs[0].done.set()
-    until(lambda: client._routes.exchange_of(staying)._past is None)
-    until(lambda: is_quiet_of_questions(shards[0]))
-    assert shards[0].asked == [[staying]] and shards[1].asked == [[moving]]
-    reader.look()
-    assert len(reader.history) == 1
-
-
-def is_quiet_of_questions(shard: Shard) -> bool:
-    before = len(shard.asked)
-    time.sleep(0.02)
-    return len(shard.asked) == before
+@pytest.mark.parametrize("error", [RayActorError("it starts again"), NoShard("0")])
+def test_the_handle_of_a_shard_that_is_gone_is_dropped_and_that_of_another_error_is_kept(made, error):
+    shard = Shard()
+    client = made(shard)
+    shard.fails = [ValueError("odd"), error]
+    client.hold(GROUP)
+    until(lambda: client.counts().get(f"exchange_failed.{type(error).__name__}"))
+    assert client._exchanges[0]._shards.lost == [0]
+    assert client.counts()["exchange_failed.ValueError"] == 1
 
 
 def test_an_answer_for_another_number_of_groups_is_counted_and_not_used(made):
@@ -461,42 +345,12 @@ def test_an_answer_for_another_number_of_groups_is_counted_and_not_used(made):
 
 
 def test_an_engine_looks_seldom(made, monkeypatch):
-    looks, pass_on = [], ShardExchange._pass_on
-    monkeypatch.setattr(ShardExchange, "_pass_on", lambda self: looks.append(1) or pass_on(self))
+    looks, listen = [], ShardExchange._listen
+    monkeypatch.setattr(ShardExchange, "_listen", lambda self: looks.append(1) or listen(self))
     client = made(Shard(), flush_s=0.01)
     client.hold(GROUP)
     time.sleep(0.05)
     assert 1 <= len(looks) < 50, "it would look thousands of times without a pause"
-
-
-def test_a_shard_that_is_gone_is_looked_for_at_the_first_one(made):
-    present = [ShardSet(0, 2)]
-    shards = [Shard(lambda: present[0], index) for index in range(2)]
-    moving = group_of(1)
-    client = made(*shards, shards=2)
-    client.hold(moving)
-    until(lambda: shards[1].exchanged)
-    present[0] = ShardSet(1, 1)
-    shards[1].fails = [RayActorError("ended")]
-    client.append(moving, 0, 0, [4])
-    until(lambda: (moving, 0, 0, [4]) in sent(shards[0]))
-    assert client._routes.shards.lost == [1] and client._routes.set == ShardSet(1, 1)
-    assert shards[0].learned == [ShardSet(0, 2)]
-
-
-def test_a_shard_with_an_older_set_learns_the_newer_one(made):
-    here, present = [ShardSet(0, 2)], [ShardSet(1, 1)]
-    shards = [Shard(lambda: present[0], 0), Shard(lambda: here[0], 1)]
-    moving = group_of(1)
-    client = made(*shards)
-    client._routes.learn(ShardSet(1, 1))
-    shards[0].set_of = lambda: ShardSet(0, 2)  # it was started again
-    client.hold(moving)
-    until(lambda: shards[0].learned)
-    assert shards[0].learned[0] == ShardSet(1, 1) and client._routes.set == ShardSet(1, 1)
-    shards[0].set_of = lambda: ShardSet(1, 1)
-    shards[0].write(moving, 1, 0, [5])
-    assert Reader(client).read(1) == [5]
 
 
 def test_a_closed_client_ends_its_threads(made):
@@ -509,7 +363,7 @@ def test_a_closed_client_ends_its_threads(made):
     client.append(GROUP, 0, 0, [1])
     time.sleep(0.02)
     assert len(shard.exchanged) == before
-    assert not [one for one in threading.enumerate() if one is client._routes.exchange_of(GROUP)._thread]
+    assert not [one for one in threading.enumerate() if one is client._exchanges[0]._thread]
 
 
 def test_pieces_that_follow_each_other_are_one_and_a_gap_stays():

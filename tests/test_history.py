@@ -14,8 +14,8 @@ from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import Answer, History, PastLength, is_on_network, pack, prompt_key, unpack
 from tailrace.deployments.context.live_groups import Packet
+from tailrace.deployments.context.prompt_files import EVERY, FILES, file_of, shard_of, shards_files
 from tailrace.deployments.context.shard import ContextShard
-from tailrace.deployments.context.shard_set import EVERY, FILES, file_of, shard_of, shards_files
 from tailrace.deployments.messages.context import GroupRef, Piece
 
 PLENTY = 2**30
@@ -186,19 +186,6 @@ def test_a_file_is_made_in_folders_that_are_not_there_and_is_its_owner_s_alone(t
     path = tmp_path / "runs" / "history" / "0.sqlite"
     assert not opened(path).problem and path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_contents_of_another_file_are_added_with_their_names_and_none_is_replaced():
-    here, there = opened(None), opened(None)
-    there.record("k1", "b/one", 1, [answer(0), answer(1)])
-    there.record("k2", "b/two", 1, [answer(0)])
-    here.record("k1", "b/own", 1, [answer(0)])
-    here.adopt(there.packed())
-    assert here.totals()[:2] == (2, 3) and here.find("two") == ("k2", "b/two")
-    assert here.find("k1") == ("k1", "b/own") and here.nbytes == here._bytes() > 0
-    before = here.totals()
-    here.adopt(there.packed())
-    assert here.totals() == before and opened(None).packed() is None
 
 
 # ---- all files, and the shard over them ----------------------------------------------------------------

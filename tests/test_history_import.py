@@ -14,7 +14,7 @@ from tailrace.app.files.results import ResultsFile
 from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import prompt_key
-from tailrace.deployments.context.shard_set import EVERY
+from tailrace.deployments.context.prompt_files import EVERY
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment
 from tailrace.policies.protocol.actions import SampleEnd
 

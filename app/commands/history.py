@@ -10,7 +10,7 @@ import click
 from tailrace.app.errors import BadInput, Failed
 from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
-from tailrace.deployments.context.shard_set import EVERY
+from tailrace.deployments.context.prompt_files import EVERY
 
 BOUNDS = ContextConfig()
 LARGEST = 2**63 - 1

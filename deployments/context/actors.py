@@ -2,30 +2,28 @@
 
 Invariant: they outlive every replica, and none outlives the application. An application with another configuration has
 other actors, and ends the former ones. An actor that dies is started again, with its history on disk. Shard 0 starts
-and ends the others, on its own node, where history may be on a disk; they end with it.
+the others, on its own node, where history may be on a disk.
 """
 
 import asyncio
-from contextlib import suppress
 from hashlib import blake2b
 
 import ray
 from ray.actor import ActorHandle
 
 from tailrace.deployments.context.config import ContextConfig
-from tailrace.deployments.context.membership import NoShard
 from tailrace.deployments.context.shard import ContextShard
+from tailrace.deployments.context.shard_handles import NoShard
 from tailrace.kvpool.pool import NAMESPACE, application_gone, detached_actor
 
 
 def ensure_context(config: ContextConfig, app_name: str) -> "Shards":
-    """Returns the application's shards after it has started those of the configured minimum; does not wait for them.
+    """Returns the application's shards after it has started shard 0, which starts the others; does not wait for them.
 
     They are started on this node, and restarted there while the node lives: history may be on its disk.
     """
     shards = Shards(config, app_name)
-    for index in range(config.shards):
-        shards.start(index)
+    shards.start(0)
     return shards
 
 
@@ -52,12 +50,6 @@ class Shards:
             actor = detached_actor(ShardActor, self._name(index), soft=True)
             self._handles[index] = actor.remote(self._config, index, self._app_name)
 
-    def end(self, index: int) -> None:
-        """Ends a shard for good, if it exists."""
-        with suppress(NoShard):  # it has ended
-            ray.kill(self.at(index), no_restart=True)
-        self.lose(index)
-
     def lose(self, index: int) -> None:
         """Drops the handle of a shard that does not answer: another actor may have its name by now."""
         self._handles.pop(index, None)
@@ -67,22 +59,22 @@ class Shards:
 
 
 class ShardActor(ContextShard):
-    """A ContextShard that ends with its application, or with shard 0."""
+    """A ContextShard that ends with its application. Shard 0 ends the shards of another configuration."""
 
     def __init__(self, config: ContextConfig, index: int, app_name: str):
+        super().__init__(config, index)
         self._others = Shards(config, app_name)
-        super().__init__(config, index, self._others)
-        work = self._live_with(app_name, _family(config, app_name)) if index == 0 else self._live_with_first()
+        if index == 0:
+            for other in range(1, config.shards):
+                self._others.start(other)
+        work = self._live_with(app_name, index, _family(config, app_name))
         self._living = asyncio.get_running_loop().create_task(work)
 
-    async def _live_with(self, app_name: str, family: str) -> None:
-        await asyncio.to_thread(_end_others, app_name, family)
+    async def _live_with(self, app_name: str, index: int, family: str) -> None:
+        if index == 0:
+            await asyncio.to_thread(_end_others, app_name, family)
         await application_gone(app_name)
-        _end_actor()
-
-    async def _live_with_first(self) -> None:
-        await self.look()
-        _end_actor()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _family(config: ContextConfig, app_name: str) -> str:
@@ -94,7 +86,3 @@ def _end_others(app_name: str, family: str) -> None:
         name = actor["name"]
         if actor["namespace"] == NAMESPACE and name.startswith(f"{app_name}-context-") and not name.startswith(family):
             ray.kill(ray.get_actor(name, NAMESPACE))
-
-
-def _end_actor() -> None:
-    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

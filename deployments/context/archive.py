@@ -1,8 +1,8 @@
 """The history of all prompts, or of one shard's: a folder with a fixed number of files, each with its share of prompts.
 
 Invariant: a prompt's file depends on its key alone, and a file belongs to one shard, whatever their number, see
-`shard_set`. Another number of shards therefore finds all that is there. Files open when first needed. Must be called by
-one thread at a time.
+prompt_files.py. Another number of shards therefore finds all that is there. Files open when first needed. Must be
+called by one thread at a time.
 """
 
 from collections.abc import Collection, Iterator
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import History
-from tailrace.deployments.context.shard_set import FILES, file_of
+from tailrace.deployments.context.prompt_files import FILES, file_of
 
 
 class Archive:
@@ -32,20 +32,6 @@ class Archive:
         """Returns prompt key and newest group id for a prompt key, group id or prompt id; searches every file."""
         found = (file.find(name) for file in self.files())
         return next((one for one in found if one is not None), None)
-
-    def release(self, number: int) -> bytes | None:
-        """Closes a file. Returns its contents if it is only in memory and has any."""
-        if number not in self._files:
-            return None
-        file = self._files.pop(number)
-        packed = file.packed()
-        file.close()
-        return packed
-
-    def adopt(self, number: int, packed: bytes | None) -> None:
-        """Adds the contents that `release` has returned elsewhere."""
-        if packed is not None:
-            self._file(number).adopt(packed)
 
     @property
     def problem(self) -> str:

@@ -3,9 +3,13 @@
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tailrace.deployments.context.prompt_files import FILES
 from tailrace.policies.protocol.file_keys import without_constants
+
+REPLICAS_PER_SHARD = 64
+"""Engines for each shard; one takes 118 (docs/measurements/scale.md)."""
 
 
 def plain_folder(path: str | None) -> str | None:
@@ -21,10 +25,7 @@ class ContextConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
     file_keys: ClassVar[tuple[str, ...]] = ("history_dir", "history_mib")
 
-    shards: int = Field(1, ge=1, le=16, description="minimum of actors that share the prompts among them")
-    max_shards: int = Field(16, ge=1, le=16, description="maximum of these actors")
-    replicas_per_shard: int = Field(64, ge=1, description="engines that run samples, for each actor; one takes 118")
-    shrink_after_s: float = Field(30.0, ge=0, description="an actor ends when it was not wanted for this time")
+    shards: int = Field(1, ge=1, le=FILES, description="actors that share the prompts among them: one for 64 replicas")
     history_dir: str | None = Field(
         None, description="absolute folder, the same on every node; null: history lasts as long as its actors"
     )
@@ -42,8 +43,7 @@ class ContextConfig(BaseModel):
 
     _plain = field_validator("history_dir")(plain_folder)
 
-    @model_validator(mode="after")
-    def _limits(self):
-        if self.max_shards < self.shards:
-            raise ValueError(f"max_shards is {self.max_shards}, less than shards, {self.shards}")
-        return self
+    def for_replicas(self, replicas: int) -> "ContextConfig":
+        """Returns these settings with a shard for each REPLICAS_PER_SHARD of at most `replicas` engines."""
+        wanted = min(-(-replicas // REPLICAS_PER_SHARD), FILES)
+        return self.model_copy(update={"shards": max(self.shards, wanted)})

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tailrace.deployments.context.config import ContextConfig
-from tailrace.deployments.context.membership import Peers
-from tailrace.deployments.context.routes import Routes
+from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard_exchange import ShardExchange
+from tailrace.deployments.context.shard_handles import ShardHandles
 from tailrace.deployments.messages.context import Fetched, GroupRef
 from tailrace.kvpool.counts import Counts
 
@@ -22,10 +22,11 @@ from tailrace.kvpool.counts import Counts
 class ContextClient:
     """`shards`: see ensure_context. `writer`: this engine's name, unique among all engines, past and present."""
 
-    def __init__(self, shards: Peers, config: ContextConfig, writer: str):
+    def __init__(self, shards: ShardHandles, config: ContextConfig, writer: str):
         self._ready: deque[Fetched] = deque()
         self._new, self._counts = Counts(), Counter()
-        self._routes = Routes(shards, config, writer, self._ready.append, self._new)
+        made = (shards, config, writer, self._ready.append, self._new)
+        self._exchanges = [ShardExchange(index, *made) for index in range(config.shards)]
         self._held: dict[GroupRef, ShardExchange] = {}
 
     def hold(self, group: GroupRef) -> None:
@@ -33,7 +34,7 @@ class ContextClient:
         group that was at rest it returns only the tokens that are new since then.
         """
         if group not in self._held:  # for a group at rest the exchange knows how far it was read
-            self._held[group] = self._routes.exchange_of(group)
+            self._held[group] = self._exchanges[shard_of(group.prompt_key, len(self._exchanges))]
         self._held[group].hold(group)
 
     def rest(self, group: GroupRef) -> None:
@@ -64,4 +65,5 @@ class ContextClient:
 
     def close(self) -> None:
         """Ends the threads; unsent tokens are lost."""
-        self._routes.close()
+        for exchange in self._exchanges:
+            exchange.close()

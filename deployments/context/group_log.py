@@ -80,15 +80,6 @@ class GroupLog:
         tokens = np.frombuffer(self._tokens[len(self._tokens) - int(entries[:, 3].sum()) :], np.int32)
         return entries, tokens, Cursor(self._era, known + len(entries))
 
-    @property
-    def era(self) -> int:
-        return self._era
-
-    def all(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns every entry, int32[n, COLUMNS], and their tokens in the same order. Returns copies."""
-        entries = np.array(self._entries, np.int32).reshape(-1, COLUMNS)
-        return entries, np.array(self._tokens, np.int32)
-
     def finish(self, sample_index: int, length: int) -> None:
         self.finished[sample_index] = length
 

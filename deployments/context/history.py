@@ -9,7 +9,6 @@ called by one thread at a time. An Archive holds several; shards and the command
 import sqlite3
 import zlib
 from collections.abc import Iterable
-from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -185,20 +184,6 @@ class History:
         self._base.execute("VACUUM")
         self.nbytes = self._bytes()
         return gone
-
-    def packed(self) -> bytes | None:
-        """Returns the whole content if it is in memory and not empty, else None."""
-        return self._base.serialize() if self._in_memory and self.totals().answers else None
-
-    def adopt(self, packed: bytes) -> None:
-        """Adds the contents of another history; an answer that is here already stays."""
-        with closing(sqlite3.connect(":memory:")) as other, self._base:
-            other.deserialize(packed)
-            answers = other.execute("SELECT * FROM answers ORDER BY rowid")
-            self._base.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", answers)
-            prompts = other.execute("SELECT * FROM prompts")
-            self._base.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompts)
-        self.nbytes = self._bytes()
 
     def close(self) -> None:
         self._base.close()

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.deployments.context.group_log import NO_ENTRIES, NO_TOKENS, NOBODY, Cursor, GroupLog
-from tailrace.deployments.context.shard_set import file_of
+from tailrace.deployments.context.group_log import NO_ENTRIES, NO_TOKENS, Cursor, GroupLog
 from tailrace.deployments.messages.context import GroupRef, Piece
 
 COORDINATOR = ""
@@ -57,22 +56,6 @@ class Want(NamedTuple):
 
     group: GroupRef
     cursor: Cursor
-
-
-class HandedGroup(NamedTuple):
-    """A group that is sent to another shard. `rows`: entries of its log, see GroupLog, with writers as indexes into
-    `writers`, or none. `era`: era of the log, so that readers continue; 0 makes them begin again.
-    """
-
-    group: GroupRef
-    era: int
-    writers: list[str]
-    rows: np.ndarray
-    tokens: np.ndarray
-    finished: dict[int, int]
-
-    def nbytes(self) -> int:
-        return self.rows.nbytes + self.tokens.nbytes
 
 
 class LiveGroups:
@@ -126,45 +109,6 @@ class LiveGroups:
         """Drops a group that has no running sample."""
         if group in self._logs:
             self.nbytes -= self._logs.pop(group)[0].nbytes
-
-    def take_out(self, file: int) -> list[HandedGroup]:
-        """Removes and returns the groups of a file, see `file_of`."""
-        names = {number: name for name, number in self._writers.items()}
-        groups = [group for group in self._logs if file_of(group.prompt_key) == file]
-        return [self._take_out(group, names) for group in groups]
-
-    def put_in(self, groups: list[HandedGroup], now_s: float) -> None:
-        """Adds groups from another shard. Tokens that are here already stay."""
-        for handed in groups:
-            if handed.era and handed.group not in self._logs:
-                self._logs[handed.group] = GroupLog(handed.era), now_s
-            log = self._touch(handed.group, now_s)
-            self.nbytes -= log.nbytes
-            numbers = [self._number(writer) for writer in handed.writers]
-            tokens, at = memoryview(handed.tokens), 0
-            for place, sample_index, start, length in handed.rows.tolist():
-                number = NOBODY if place == NOBODY else numbers[place]
-                log.append(number, sample_index, start, tokens[at : at + length])
-                at += length
-            self.nbytes += log.nbytes
-            log.finished |= handed.finished
-        self.sweep(now_s)
-
-    def _take_out(self, group: GroupRef, names: dict[int, str]) -> HandedGroup:
-        log = self._logs[group][0]
-        rows, tokens = log.all()
-        self.forget(group)
-        known = [number for number in np.unique(rows[:, 0]).tolist() if number in names]
-        places = {number: place for place, number in enumerate(known)}
-        rows[:, 0] = [places.get(number, NOBODY) for number in rows[:, 0].tolist()]
-        return HandedGroup(
-            group=group,
-            era=log.era,
-            writers=[names[number] for number in known],
-            rows=rows,
-            tokens=tokens,
-            finished=log.finished,
-        )
 
     def sweep(self, now_s: float) -> None:
         """Drops groups beyond the time or memory limit, least recently used first."""

@@ -2,9 +2,7 @@
 
 Invariant: `exchange`, called by engines while they decode, never waits for the disk, which has its own thread. A
 history that fails costs drafts, is counted and reported in `status`, and is never an error of a caller. Every operation
-may be repeated. An operation on a prompt of another shard is answered with `Moved` and must be repeated there. Files
-that the shard does not own in a new set, see `Membership`, are handed over. Knows no Ray: deployments/context/actors.py
-makes it an actor.
+may be repeated. Knows no Ray: deployments/context/actors.py makes it an actor.
 """
 
 import asyncio
@@ -13,32 +11,26 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from tailrace.deployments.context.archive import Archive
-from tailrace.deployments.context.arrivals import Arrivals
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.group_log import Cursor
-from tailrace.deployments.context.hand_over import HandOver
 from tailrace.deployments.context.history import Answer, PastLength
-from tailrace.deployments.context.live_groups import COORDINATOR, HandedGroup, LiveGroups, Packet, Want
-from tailrace.deployments.context.membership import Membership, Peers
-from tailrace.deployments.context.shard_set import Moved, ShardSet, file_of, shard_with, shards_files
+from tailrace.deployments.context.live_groups import COORDINATOR, LiveGroups, Packet, Want
+from tailrace.deployments.context.prompt_files import shards_files
 from tailrace.deployments.messages.context import GroupRef, PastAnswer, Piece
 
 T = TypeVar("T")
 
 
 class ContextShard:
-    """`index`: index of this shard. `peers`: None if there will be no others. Must be created where an event loop
-    runs.
-    """
+    """`index`: index of this shard. Must be created where an event loop runs."""
 
-    def __init__(self, config: ContextConfig, index: int, peers: Peers | None = None):
-        self._config, self._index = config, index
+    def __init__(self, config: ContextConfig, index: int):
         self._now = asyncio.get_running_loop().time
         self._live = LiveGroups(config.ttl_s, config.live_mib * 2**20, first_era=time.time_ns())
         self._archive = Archive(config, shards_files(index, config.shards))
@@ -46,27 +38,13 @@ class ContextShard:
         self._late_s = 2 * (config.linger_s + config.flush_s)
         self._counts: Counter[str] = Counter()
         self._problem = ""
-        self._members = Membership(config, index, peers, self._counts, self._follow)
-        self._groups_due, self._files_due = Arrivals(), Arrivals()
-        self._leaving = HandOver(
-            live=self._live,
-            archive=self._archive,
-            on_disk=self._in_thread,
-            shards=lambda: self._members.set,
-            owner=self._owner,
-            peers=peers,
-            counts=self._counts,
-            retry_s=config.retry_s,
-        )
 
-    async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]] | Moved:
+    async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]]:
         """Returns the tokens of others since the cursors, for the groups that an engine runs, and takes its samples'
         tokens.
 
         It does so in this order, so that a first call, which returns all tokens, does not return those that it brings.
         """
-        if not await self._owns(self._groups_due, {*packet.groups, *(want.group for want in wants)}):
-            return Moved(self._members.set)
         now_s = self._now()
         news, cursors = self._live.fetch(writer, wants, now_s)
         self._live.append(writer, packet, now_s)
@@ -74,48 +52,35 @@ class ContextShard:
         self._counts["fetched_tokens"] += len(news.tokens)
         return news, cursors
 
-    async def past(self, groups: list[GroupRef]) -> list[list[PastAnswer]] | Moved:
+    async def past(self, groups: list[GroupRef]) -> list[list[PastAnswer]]:
         """Returns each group's history, newest epochs first, without the answers of this group itself."""
-        if not await self._owns(self._files_due, groups):
-            return Moved(self._members.set)
         return await self._on_disk(partial(self._past, groups), [[] for _ in groups])
 
-    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> Moved | None:
+    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
         """Records samples of a group that have ended: mates get them whole, later epochs find them."""
-        if not await self._owns(self._groups_due, [group]):
-            return Moved(self._members.set)
         pieces = [Piece(group, answer.sample_index, 0, answer.tokens) for answer in answers]
         now_s = self._now()
         self._live.append(COORDINATOR, Packet.of(pieces), now_s)
         self._live.finish(group, {answer.sample_index: len(answer.tokens) for answer in answers}, now_s)
-        if not await self._owns(self._files_due, [group]):
-            return Moved(self._members.set)
         record = partial(self._record, group, epoch, answers)
         self._counts["recorded_answers"] += await self._on_disk(record, 0)
 
-    async def end(self, group: GroupRef) -> Moved | None:
+    async def end(self, group: GroupRef) -> None:
         """Drops a group without running samples; tokens that engines still send for it are dropped with it."""
         await asyncio.sleep(self._late_s)
-        if not await self._owns(self._groups_due, [group]):
-            return Moved(self._members.set)
         self._live.forget(group)
 
-    async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> Moved | None:
+    async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
         """Records rewards of recorded answers, by sample index; other rewards are ignored."""
-        if not await self._owns(self._files_due, [GroupRef("", prompt_key)]):
-            return Moved(self._members.set)
         tell = partial(self._tell, prompt_key, epoch, rewards)
         self._counts["rewarded_answers"] += await self._on_disk(tell, 0)
 
     async def forget_history(self) -> int:
         """Deletes every answer of earlier epochs that this shard keeps, also on disk. Returns their number."""
-        await self._files_due.wait(self._archive.mine)
         return await self._on_disk(lambda: sum(file.forget() for file in self._archive.files()), 0)
 
-    async def lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]] | Moved:
+    async def lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]]:
         """Returns past lengths of each prompt, newest epochs first; prompts without any are left out."""
-        if not await self._owns(self._files_due, [GroupRef("", key) for key in prompt_keys]):
-            return Moved(self._members.set)
         found = await self._on_disk(partial(self._lengths, prompt_keys), {})
         return {key: lengths for key, lengths in found.items() if lengths}
 
@@ -140,9 +105,6 @@ class ContextShard:
         self._live.sweep(self._now())
         return {
             "pid": os.getpid(),
-            "set": self._members.set,
-            "to_hand_over": len(self._leaving.files),
-            "missed_files": self._groups_due.missed + self._files_due.missed,
             "groups": len(self._live),
             "live_bytes": self._live.nbytes,
             "cpu_s": time.process_time(),
@@ -150,65 +112,6 @@ class ContextShard:
             "problem": self._problem,
             "counts": dict(self._counts),
         }
-
-    # ---- the set of shards ---------------------------------------------------------------------------
-
-    async def learn(self, shards: ShardSet) -> ShardSet:
-        """See Membership."""
-        return self._members.learn(shards)
-
-    async def resize(self, shards: int, known: ShardSet) -> ShardSet:
-        """See Membership; called on shard 0."""
-        return await self._members.resize(shards, known)
-
-    async def retire(self, index: int) -> None:
-        """See Membership; called on shard 0."""
-        self._members.retire(index)
-
-    async def look(self) -> None:
-        """See Membership; called on every other shard."""
-        await self._members.look(lambda: not self._leaving.files)
-
-    async def take_groups(self, shards: ShardSet, file: int, groups: list[HandedGroup]) -> None:
-        """Takes all groups in flight of a file from its former shard. `shards`: the set in which that shard does not
-        own it.
-        """
-        self._members.learn(shards)
-        self._live.put_in(groups, self._now())
-        self._groups_due.arrived(file)
-        self._pass(file)
-
-    async def take_history(self, shards: ShardSet, file: int, packed: bytes | None) -> None:
-        """Takes the history of a file from its former shard; None if it is empty or on disk."""
-        self._members.learn(shards)
-        await self._in_thread(lambda: self._archive.adopt(file, packed))
-        self._files_due.arrived(file)
-        self._pass(file)
-
-    def _follow(self, shards: ShardSet) -> None:
-        before, mine = self._archive.mine, shards_files(self._index, shards.shards)
-        self._archive.mine = mine
-        for due in (self._groups_due, self._files_due):
-            due.expect(mine - before, self._config.deadline_s / 2)
-            for file in before - mine:
-                due.arrived(file)
-        self._leaving.add(before - mine)
-
-    def _pass(self, file: int) -> None:
-        """Passes on a file that arrived late, after another shard had become its owner."""
-        if file not in self._archive.mine:
-            self._leaving.add([file])
-
-    def _owner(self, file: int) -> int | None:
-        index = shard_with(file, self._members.set.shards)
-        return None if index == self._index else index
-
-    async def _owns(self, due: Arrivals, groups: Iterable[GroupRef]) -> bool:
-        """Returns whether this shard owns all of these; waits until their contents have arrived."""
-        files = {file_of(group.prompt_key) for group in groups}
-        if due and files <= self._archive.mine:
-            await due.wait(files)
-        return files <= self._archive.mine
 
     # ---- on the disk's thread ------------------------------------------------------------------------
 

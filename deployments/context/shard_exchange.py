@@ -2,43 +2,30 @@
 
 Invariant: one exchange runs at a time, each with a deadline. Any failure costs drafts, is counted by cause, and is
 retried after a pause. Unsent tokens are bounded; the oldest are dropped first. Sending twice is harmless, so tokens
-that may not have arrived are sent again. A group that now has another shard is passed to the exchange with that one,
-with its cursor and its unsent tokens. Ray is imported by the thread: an engine by itself runs without it. Created by
-Routes.
+that may not have arrived are sent again. Ray is imported by the thread: an engine by itself runs without it. Created
+by ContextClient.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE, Cursor
 from tailrace.deployments.context.live_groups import Packet, Want
-from tailrace.deployments.context.membership import NoShard
-from tailrace.deployments.context.shard_set import Moved, ShardSet
+from tailrace.deployments.context.shard_handles import NoShard, ShardHandles
 from tailrace.deployments.messages.context import Fetched, GroupRef, Piece
 from tailrace.kvpool.counts import Counts
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from tailrace.deployments.context.routes import Routes
-
 IDLE_S = 1.0
 """Seconds between rounds while there is nothing to fetch or send; holding a group ends the pause at once."""
-
-
-class Passed(NamedTuple):
-    """A group that is passed to another exchange. Cursors are None if the group is not wanted or not at rest."""
-
-    wanted: Cursor | None
-    resting: Cursor | None
-    asks_past: bool
-    unsent: list[Piece]
 
 
 class ShardExchange:
@@ -46,19 +33,18 @@ class ShardExchange:
 
     def __init__(
         self,
-        routes: "Routes",
         index: int,
+        shards: ShardHandles,
         config: ContextConfig,
         writer: str,
         deliver: Callable[[Fetched], None],
         counts: Counts,
     ):
-        self._routes, self._index, self._config, self._writer = routes, index, config, writer
+        self._index, self._shards, self._config, self._writer = index, shards, config, writer
         self._deliver, self._counts = deliver, counts
-        self._said: deque[tuple] = deque()  # (group, "hold", "rest", "release" or Passed) or a Piece
+        self._said: deque[tuple] = deque()  # (group, "hold", "rest" or "release") or a Piece
         self._wake, self._closed = threading.Event(), threading.Event()
         # The fields below belong to the thread.
-        self._set = routes.set  # the set in which the groups below are
         self._wants: dict[GroupRef, Cursor] = {}
         self._resting: dict[GroupRef, Cursor] = {}
         self._due_s = 0.0  # time of the next exchange, however little there is to send
@@ -81,11 +67,6 @@ class ShardExchange:
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:
         self._said.append((group, sample_index, start, tokens))
 
-    def accept(self, group: GroupRef, said: tuple) -> None:
-        """Takes a group from another exchange, or calls about it that arrived there."""
-        self._said.append((group, *said))
-        self._wake.set()
-
     def close(self) -> None:
         self._closed.set()
         self._wake.set()
@@ -98,7 +79,6 @@ class ShardExchange:
             busy = self._wants or self._unsent
             self._wake.wait(self._config.flush_s if busy else IDLE_S)
             self._wake.clear()
-            self._pass_on()
             self._listen()
             if self._closed.is_set():
                 return
@@ -113,60 +93,15 @@ class ShardExchange:
         except Exception as error:  # noqa: BLE001 - the edge of the thread: drafts are lost, whatever has happened
             cause = getattr(error, "cause", None) or error
             self._counts.add(f"{work.__name__.strip('_')}_failed.{type(cause).__name__}")
-            if isinstance(error, (NoShard, RayActorError)) and self._index and work != self._find:
-                self._attempt(self._find)
+            if isinstance(error, NoShard | RayActorError):
+                self._shards.lose(self._index)
             return False
         return True
-
-    def _find(self) -> None:
-        """Asks shard 0 for the present set, because this shard is gone."""
-        import ray
-
-        self._routes.shards.lose(self._index)
-        call = self._routes.shards.at(0).learn.remote(self._routes.set)
-        self._routes.learn(ray.get(call, timeout=self._config.deadline_s))
-
-    def _meet(self, shards: ShardSet) -> None:
-        """Adopts the newer set, or sends it: the shard no longer owns one of the groups, so one of both sides has an
-        older set.
-        """
-        self._counts.add("moved")
-        self._routes.learn(shards)
-        if shards < self._routes.set:
-            self._shard().learn.remote(self._routes.set)
-
-    def _shard(self):
-        return self._routes.shards.at(self._index)
-
-    def _pass_on(self) -> None:
-        """Passes groups that have another shard in a new set to its exchange."""
-        if self._set == self._routes.set:
-            return
-        self._set = self._routes.set
-        known = (*self._wants, *self._resting, *self._new_groups, *(piece.group for piece in self._unsent))
-        moved = dict.fromkeys(group for group in known if self._other(group) is not None)
-        for group in moved:
-            unsent = [piece for piece in self._unsent if piece.group == group]
-            wanted, resting = self._wants.pop(group, None), self._resting.pop(group, None)
-            state = Passed(wanted, resting, group in self._new_groups, unsent)
-            self._other(group).accept(group, (state,))
-        self._unsent = [piece for piece in self._unsent if piece.group not in moved]
-        self._new_groups = [group for group in self._new_groups if group not in moved]
-
-    def _other(self, group: GroupRef) -> "ShardExchange | None":
-        """Returns the exchange that serves a group in this one's set, or None if it is this one."""
-        exchange = self._routes.exchange_of(group, self._set)
-        return None if exchange is self else exchange
 
     def _listen(self) -> None:
         """Processes the engine's calls since the last time."""
         for _ in range(len(self._said)):
             group, *said = self._said.popleft()
-            if self._other(group) is not None:
-                self._pass_on()  # its state goes first; or it has come here by a newer set
-            if (exchange := self._other(group)) is not None:
-                exchange.accept(group, said)
-                continue
             match said:
                 case ["hold"]:
                     if group not in self._resting:
@@ -178,22 +113,8 @@ class ShardExchange:
                 case ["release"]:
                     self._wants.pop(group, None)
                     self._resting.pop(group, None)
-                case ["past"]:
-                    self._new_groups.append(group)
-                case [Passed() as state]:
-                    self._take_over(group, state)
                 case piece:
                     self._unsent.append(Piece(group, *piece))
-
-    def _take_over(self, group: GroupRef, state: Passed) -> None:
-        if state.wanted is not None:
-            self._wants[group] = state.wanted
-        if state.resting is not None:
-            self._resting[group] = state.resting
-        if state.asks_past:
-            self._new_groups.append(group)
-        self._unsent += state.unsent
-        self._due_s = 0.0
 
     def _exchange(self) -> None:
         """Runs one round with the shard, if enough is to be sent, or it is time to fetch."""
@@ -207,12 +128,8 @@ class ShardExchange:
         self._due_s = began_s + self._config.linger_s
         self._unsent = _within(_joined(self._unsent), self._config.unsent_tokens, self._counts)
         packet, wants = Packet.of(self._unsent), [Want(*item) for item in self._wants.items()]
-        call = self._shard().exchange.options(max_task_retries=0).remote(self._writer, packet, wants)
-        answer = ray.get(call, timeout=self._config.deadline_s)
-        if isinstance(answer, Moved):
-            self._due_s = 0.0
-            return self._meet(answer.to)
-        news, cursors = answer
+        call = self._shards.at(self._index).exchange.options(max_task_retries=0).remote(self._writer, packet, wants)
+        news, cursors = ray.get(call, timeout=self._config.deadline_s)
         self._counts.took("exchange", time.monotonic() - began_s)
         self._unsent = []
         self._wants = {want.group: cursor for want, cursor in zip(wants, cursors, strict=True)}
@@ -233,7 +150,7 @@ class ShardExchange:
 
         if self._past is None and self._new_groups:
             groups = self._new_groups
-            self._past = self._shard().past.remote(groups), groups
+            self._past = self._shards.at(self._index).past.remote(groups), groups
             self._new_groups = []
         if self._past is None or not ray.wait([self._past[0]], timeout=0)[0]:
             return
@@ -241,21 +158,13 @@ class ShardExchange:
         try:
             answer = ray.get(call)
         except (NoShard, RayActorError):
-            self._ask_again(groups)
+            self._new_groups += groups
             raise
-        if isinstance(answer, Moved):
-            self._ask_again(groups)
-            return self._meet(answer.to)
         for group, answers in zip(groups, answer, strict=True):
             self._counts.add("history_tokens", sum(len(answer.tokens) for answer in answers))
             if answers:
                 own = [answer._replace(tokens=answer.tokens.copy()) for answer in answers]  # Ray's are read-only
                 self._deliver(Fetched(group, [], own))
-
-    def _ask_again(self, groups: Iterable[GroupRef]) -> None:
-        """Requests history again; a group that has moved is passed on with the request."""
-        for group in groups:
-            self.accept(group, ("past",))
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:

@@ -130,8 +130,6 @@ class Coordinator(WatchCalls):
         loops = [self._rollouts.run(), self._rollouts.look(), engines.follow()]
         if kv_pool_manager is not None:
             loops += [self._rollouts.poll_pool(), kv_pool_manager.work()]
-        if context is not None:
-            loops.append(context.follow(self._rollouts.busy_replicas))
         self._loops = list(map(asyncio.get_running_loop().create_task, loops))
 
     async def reconfigure(self, user_config: dict) -> None:

@@ -228,10 +228,6 @@ class Rollouts:
         await self._loop.looked.wait()
         return await self.adapters.load(name, path)
 
-    def busy_replicas(self) -> int:
-        """Number of replicas that run samples."""
-        return self._core.replicas.busy()
-
     def status(self, survey: Survey | None = None) -> ServiceSnapshot:
         """Returns a snapshot of the service, the only one that status, boards, metrics and `top` read.
 

@@ -18,7 +18,7 @@ from tailrace.lab.fuzz.checks import Ledger
 from tailrace.lab.fuzz.cluster import SimulatedCluster
 from tailrace.lab.fuzz.disk import TORN, digest_of
 from tailrace.lab.fuzz.drivers import driver_client
-from tailrace.lab.fuzz.odd.actor_faults import master_restarts, meets, other_shards, shard_dies
+from tailrace.lab.fuzz.odd.actor_faults import master_restarts, meets, shard_dies
 from tailrace.lab.fuzz.odd.engine_faults import HARMLESS, OF_ENGINES
 from tailrace.lab.fuzz.odd.policies import TROUBLES, Trouble
 from tailrace.lab.fuzz.replica import DAMAGES, SimulatedReplica
@@ -261,7 +261,6 @@ KINDS: dict[str, Callable] = {
     "coordinator": _coordinator,
     "driver": _driver,
     "shard_dies": shard_dies,
-    "shards": other_shards,
     "actor_down": meets("down"),
     "actor_hangs": meets("hangs"),
     "actor_odd": meets("odd"),

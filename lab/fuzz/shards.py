@@ -1,8 +1,8 @@
 """The shards of a simulated cluster's group context: real shards, in simulated processes that die and are started
 again.
 
-Invariant: an answer that a shard has acknowledged is in the history of the shard that has its prompt, whatever changes
-of their number happen. History in memory is excepted once a process has died. Checked at the end of a run.
+Invariant: an answer that a shard has acknowledged is in the history of the shard that has its prompt. History in memory
+is excepted once a process has died. Checked at the end of a run.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from random import Random
 
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import Answer, unpack
-from tailrace.deployments.context.membership import NoShard
+from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard import ContextShard
-from tailrace.deployments.context.shard_set import shard_of
+from tailrace.deployments.context.shard_handles import NoShard
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.lab.fuzz.actors import Actor
 from tailrace.lab.fuzz.chunks import reward_of
@@ -28,22 +28,17 @@ REWARDED = "SELECT prompt_key, epoch, sample_index, reward, tokens FROM answers 
 
 
 def config_of(rng: Random, folder: Path | None) -> ContextConfig:
-    """Returns a configuration with one shard for each busy replica, which shrinks within seconds. History is on disk
-    for one run in four."""
+    """Returns a configuration with some shards. History is on disk for one run in four."""
     history_dir = str(folder) if rng.random() < 0.25 and folder else None
-    return ContextConfig(
-        shards=rng.choice((1, 1, 2)), max_shards=4, replicas_per_shard=1, shrink_after_s=5.0, history_dir=history_dir
-    )
+    return ContextConfig(shards=rng.choice((1, 2, 3)), history_dir=history_dir)
 
 
 class SimulatedShard(Actor):
     """A ContextShard whose calls meet the fault of the moment. `recorded`: called with each answer that was taken."""
 
-    def __init__(self, config: ContextConfig, index: int, peers: "SimulatedShards", recorded: Callable):
+    def __init__(self, config: ContextConfig, index: int, recorded: Callable):
         super().__init__()
-        self.real, self._recorded = ContextShard(config, index, peers), recorded
-        if index:
-            self._looking = asyncio.get_running_loop().create_task(self.real.look())
+        self.real, self._recorded = ContextShard(config, index), recorded
 
     def __getattr__(self, name: str) -> Callable:
         async def method(*arguments):
@@ -54,14 +49,12 @@ class SimulatedShard(Actor):
 
     async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]):
         await self._meet()
-        moved = await self.real.finish(group, epoch, answers)
-        if moved is None:
-            self._recorded(group, epoch, answers)
-        return moved
+        await self.real.finish(group, epoch, answers)
+        self._recorded(group, epoch, answers)
 
 
 class SimulatedShards:
-    """The shards by index, as Ray keeps them; also their `Peers`. `spawn`: starts a task that outlives them."""
+    """The shards by index, as Ray keeps them; `spawn`: starts a task that outlives them."""
 
     def __init__(self, config: ContextConfig, rng: Random, spawn: Callable):
         self.config, self._rng, self._spawn = config, rng, spawn
@@ -70,7 +63,6 @@ class SimulatedShards:
         self._answers: dict[tuple[str, int], set[int]] = {}  # acknowledged, by prompt and epoch
         self.rewarded: dict[tuple[str, int], set[int]] = {}  # likewise, of those whose rewards must be there
         self._lost = False
-        self.most = 0
         for index in range(config.shards):
             self.start(index)
 
@@ -82,13 +74,7 @@ class SimulatedShards:
     def start(self, index: int) -> None:
         if index not in self.shards:
             process = self._processes[index] = Process(f"shard-{index}")
-            self.shards[index] = process.run(SimulatedShard, self.config, index, self, self._record)
-            self.most = max(self.most, len(self.shards))
-
-    def end(self, index: int) -> None:
-        if index in self.shards:
-            self._processes[index].kill()
-            del self.shards[index], self._processes[index]
+            self.shards[index] = process.run(SimulatedShard, self.config, index, self._record)
 
     def lose(self, index: int) -> None:
         """Does nothing: each call gets the present process here."""
@@ -111,13 +97,7 @@ class SimulatedShards:
         known.update(answer.sample_index for answer in answers)
 
     async def left_over(self) -> str | None:
-        """Returns which shards should have ended a while after the last sample, or which history is lost, or None."""
-        if sorted(self.shards) != list(range(self.config.shards)):
-            return f"shards {sorted(self.shards)} are there, with nothing to do; {self.config.shards} are configured"
-        for index, shard in self.shards.items():
-            status = await shard.real.status()
-            if status["set"].shards != self.config.shards or status["to_hand_over"]:
-                return f"shard {index} is not as configured: {status}"
+        """Returns which history is lost, or has wrong rewards, or None."""
         if (wrong := self._wrong_rewards()) is not None:
             return wrong
         if self._lost and self.config.history_dir is None:

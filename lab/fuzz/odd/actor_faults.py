@@ -1,19 +1,11 @@
 """Faults of the actors around the engines: the pool's master, and the shards of the group context."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
-from tailrace.deployments.context.shard_set import ShardSet
-
 if TYPE_CHECKING:
     from tailrace.lab.fuzz.faults import Fault, FaultSite
-
-MAX_SHARDS = 4
 
 
 def meets(problem: str) -> Callable:
@@ -42,10 +34,3 @@ async def shard_dies(site: "FaultSite", fault: "Fault") -> None:
     """Kills a shard's process, which is started again."""
     if site.cluster.shards:
         site.cluster.shards.kill(fault.target)
-
-
-async def other_shards(site: "FaultSite", fault: "Fault") -> None:
-    """Sets another number of shards, at any time; the coordinator soon sets its own again."""
-    if site.cluster.shards:
-        with contextlib.suppress(RayError, RayServeException, asyncio.CancelledError, OSError):
-            await site.cluster.shards.at(0).resize.remote(1 + fault.number % MAX_SHARDS, ShardSet(0, 0))

@@ -15,16 +15,14 @@ WORLDS = {
     "early": 0.15,
     "turns": 0.15,
     "overtaking": 0.4,
-    "crossing": 0.1,
     "races": 0.15,
     "rewards": 0.15,
 }
 """Worlds, each with its share of seeds. For `grown` (batches that grow while they run) and `overtaking` (two updates of
 the weights at about the same time, of a driver that gives updates) it is the share of drivers. `scarce`: each replica
 has KV for a few samples, so that others wait. `early`: a driver whose samples end early. `turns`: a driver whose
-samples have turns that come late, twice or too early. `crossing`: two changes of the number of context shards at one
-instant. `races`: copies of chunks, by other draft methods, on replicas of other speeds. `rewards`: a driver whose
-rewards take seconds."""
+samples have turns that come late, twice or too early. `races`: copies of chunks, by other draft methods, on replicas of
+other speeds. `rewards`: a driver whose rewards take seconds."""
 
 SCARCE_BLOCKS = 26
 """Number of KV blocks of a replica: enough for the longest sample and its chunk."""
@@ -81,19 +79,8 @@ class Worlds:
         return WorldPlan(
             quotas=quotas and (quotas.choice((*ROOM, None)), quotas.choice((*ROOM, None))),
             guests=tuple(present),
-            faults=self._crossing(),
             is_calm=any(rng.random() < CALM_SHARE for rng in present.values()),
         )
-
-    def _crossing(self) -> tuple[Fault, ...]:
-        """Returns pairs of changes at one instant."""
-        rng, faults = self.chosen("crossing"), []
-        for _ in range(rng.randint(1, 4) if rng is not None else 0):
-            at_s = round(rng.uniform(0.5, UNTIL_S), 2)
-            faults += [Fault(at_s, "shards", 0, 0.0, rng.randrange(100)) for _ in range(2)]
-            if rng.random() < 0.3:
-                faults.append(Fault(at_s, "shard_dies", rng.randrange(100), 0.0, 0))
-        return tuple(sorted(faults))
 
 
 def racing(rng: Random, policies: dict) -> dict:

@@ -16,9 +16,9 @@ from tailrace.deployments.context import actors
 from tailrace.deployments.context.actors import Shards, ensure_context
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import Answer, PastLength
-from tailrace.deployments.context.membership import NoShard
-from tailrace.deployments.context.service import ASK_S, CALL_S, FOLLOW_S, ContextService
-from tailrace.deployments.context.shard_set import Moved, ShardSet, shard_of
+from tailrace.deployments.context.prompt_files import shard_of
+from tailrace.deployments.context.service import CALL_S, ContextService
+from tailrace.deployments.context.shard_handles import NoShard
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.kvpool.pool import NAMESPACE
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
@@ -28,20 +28,14 @@ GROUP = GroupRef("b/p", KEYS[0])
 ANSWERS = [Answer(0, 1, None, True, np.arange(3, dtype=np.int32))]
 
 
-def of(index: int, shards: int) -> str:
-    """A prompt of this shard."""
-    return next(key for key in KEYS if shard_of(key, shards) == index)
-
-
 class Peers:
-    """`set`: the present one. `fails`: of a call of (index, method), what it raises or gives, once each."""
+    """`fails`: what a call of (index, method) raises or returns, once each."""
 
     def __init__(self, shards: int = 1):
-        self.set, self.calls, self.lost, self.fails, self.answers = ShardSet(0, shards), [], [], {}, {}
-        self.known: dict[int, ShardSet] = {}
+        self.shards, self.calls, self.lost, self.fails, self.answers = shards, [], [], {}, {}
 
     def at(self, index: int):
-        if index >= self.set.shards and index not in self.known:
+        if index >= self.shards:
             raise NoShard(str(index))
         return _Shard(self, index)
 
@@ -67,24 +61,13 @@ class _Shard:
             if isinstance(failure, BaseException):
                 raise failure
             return await failure if asyncio.iscoroutine(failure) else failure
-        if method == "learn":
-            peers.known.pop(index, None)
-            return max(peers.set, arguments[0])
-        if method == "resize":
-            peers.set = ShardSet(peers.set.epoch + (arguments[0] != peers.set.shards), arguments[0])
-            return peers.set
-        if arguments and method != "inspect":
-            asked = arguments[0] if method == "lengths" else [getattr(arguments[0], "prompt_key", arguments[0])]
-            own = peers.known.get(index, peers.set)
-            if any(shard_of(key, own.shards) != index for key in asked):
-                return Moved(own)
         answer = peers.answers.get(method)
         return answer(index, *arguments) if callable(answer) else answer
 
 
 def play(story: Callable, peers: Peers, **config) -> ContextService:
     async def whole() -> ContextService:
-        service = ContextService(peers, ContextConfig(**{"shards": peers.set.shards} | config))
+        service = ContextService(peers, ContextConfig(**{"shards": peers.shards} | config))
         await story(service)
         return service
 
@@ -135,19 +118,6 @@ def test_lengths_that_are_late_or_failed_are_none_and_others_come():
     assert counts == {"lengths": 6, "lengths_failed.TimeoutError": 1, "lengths_failed.ValueError": 1, "shards": 2}
 
 
-def test_prompts_that_have_moved_are_asked_for_at_their_new_shard():
-    peers = Peers(1)
-    peers.answers["lengths"] = lengths_of
-
-    async def story(service):
-        peers.set = ShardSet(1, 3)
-        assert len(await service.lengths(KEYS)) == len(KEYS) - 1
-        assert service.counts()["shards"] == 3
-        assert peers.named("lengths")[0][0] == 0
-
-    play(story, peers)
-
-
 @pytest.mark.parametrize(
     ("method", "tell", "arguments"),
     [
@@ -169,44 +139,31 @@ def test_what_is_told_goes_to_the_prompt_s_shard_once_and_nobody_waits(method, t
     assert play(story, peers).counts() == {method: 1, "shards": 3}
 
 
-def test_a_call_goes_after_a_prompt_that_has_moved():
-    key = of(1, 2)
-    group = GroupRef("b/p", key)
+@pytest.mark.parametrize("error", [RayActorError(), NoShard("0")])
+def test_a_call_to_a_shard_that_is_being_started_is_repeated_until_its_deadline(error):
     peers = Peers(1)
+    peers.fails[0, "finish"] = [error, error]
 
     async def story(service):
-        peers.set = ShardSet(1, 2)
-        service.finish(group, 4, ANSWERS)
+        service.finish(GROUP, 4, ANSWERS)
+        await asyncio.sleep(1.5)
+        assert len(peers.named("finish")) == 2, "a pause of retry_s before each"
         await asyncio.sleep(1.0)
-        assert [index for index, *_ in peers.named("finish")] == [0, 1]
+        assert len(peers.named("finish")) == 3 and peers.lost == [0, 0]
+        peers.shards = 0
+        service.end(GROUP)
+        await asyncio.sleep(CALL_S + 1.0)
+        assert not service._told
 
-    counts = play(story, peers).counts()
-    assert counts == {"finish": 1, "moved": 1, "shards": 2}
-
-
-def test_a_shard_with_an_older_set_learns_the_newer_one_and_one_that_is_gone_is_looked_for():
-    key = of(1, 2)
-    peers = Peers(2)
-    peers.fails[1, "end"] = [RayActorError()]
-
-    async def story(service):
-        peers.set = ShardSet(1, 1)
-        service.end(GroupRef("b/p", key))
-        await asyncio.sleep(0.5)
-        assert peers.lost == [1] and len(peers.named("end")) == 0, "not before retry_s"
-        await asyncio.sleep(1.0)
-        assert [index for index, _ in peers.named("end")] == [0]
-        peers.known[0] = ShardSet(0, 2)  # it was started again
-        peers.calls.clear()
-        service.end(GroupRef("b/p", key))
-        await asyncio.sleep(0.1)
-        assert (0, ShardSet(1, 1)) in peers.named("learn")
-        assert [index for index, _ in peers.named("end")] == [0, 0]
-
-    assert play(story, peers, retry_s=1.0).counts()["shards"] == 1
+    assert play(story, peers, retry_s=1.0).counts() == {
+        "finish": 1,
+        "end": 1,
+        "end_failed.TimeoutError": 1,
+        "shards": 1,
+    }
 
 
-@pytest.mark.parametrize("error", [RayActorError(), NoShard("0"), ValueError("odd"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [ValueError("odd"), asyncio.CancelledError()])
 def test_a_call_that_fails_is_counted_by_its_cause_and_harms_nobody(error):
     peers = Peers(1)
     peers.fails[0, "finish"] = [error]
@@ -234,7 +191,7 @@ def test_a_caller_that_is_cancelled_is():
     assert not [name for name in counts if "failed" in name]
 
 
-def test_all_history_is_forgotten_in_the_present_set_and_the_fullest_view_of_a_group_is_shown():
+def test_all_history_is_forgotten_and_the_fullest_view_of_a_group_is_shown():
     peers = Peers(3)
     peers.answers["forget_history"] = lambda index: 10**index
     peers.answers["inspect"] = lambda index, name: {"samples": [index] * (index % 2)} if index else None
@@ -246,71 +203,8 @@ def test_all_history_is_forgotten_in_the_present_set_and_the_fullest_view_of_a_g
         assert await service.inspect("p") == {"samples": []}
         peers.answers["inspect"] = None
         assert await service.inspect("p") is None
-        peers.set = ShardSet(1, 2)
-        peers.calls.clear()
-        assert await service.forget_history() == 11
-        assert peers.named("learn") == [(0, ShardSet(0, 3)), (0, ShardSet(1, 2)), (1, ShardSet(1, 2))]
 
     play(story, peers)
-
-
-def test_no_history_is_forgotten_while_a_file_may_be_on_its_way():
-    peers = Peers(1)
-    peers.answers["forget_history"] = 1
-
-    async def story(service):
-        peers.fails[0, "resize"] = [asyncio.sleep(20.0, ShardSet(0, 1))]
-        following = asyncio.ensure_future(service.follow(lambda: 1))
-        await asyncio.sleep(1.0)
-        forgetting = asyncio.ensure_future(service.forget_history())
-        await asyncio.sleep(18.0)
-        assert peers.named("forget_history") == []
-        await asyncio.sleep(2.0)
-        assert forgetting.result() == 1
-        following.cancel()
-
-    play(story, peers)
-
-
-def test_the_number_of_shards_follows_and_the_minimum_is_asked_for_seldom():
-    peers, busy = Peers(1), [1]
-
-    async def story(service):
-        following = asyncio.ensure_future(service.follow(lambda: busy[0]))
-        await asyncio.sleep(ASK_S - 0.1)
-        assert len(peers.named("resize")) == 1
-        await asyncio.sleep(1.0)
-        assert len(peers.named("resize")) == 2
-        busy[0] = 3
-        await asyncio.sleep(FOLLOW_S)
-        assert peers.named("resize")[-1][:2] == (0, 3) and service.counts()["shards"] == 3
-        await asyncio.sleep(2 * FOLLOW_S)
-        assert len(peers.named("resize")) == 5, "at every look while there are more"
-        peers.fails[0, "resize"] = [RayActorError()]
-        busy[0] = 1
-        await asyncio.sleep(FOLLOW_S)
-        assert service.counts()["shards"] == 3
-        await asyncio.sleep(2 * FOLLOW_S)
-        assert service.counts()["shards"] == 1
-        following.cancel()
-
-    play(story, peers, replicas_per_shard=1, max_shards=4, shrink_after_s=0.0)
-
-
-def test_a_first_shard_that_is_away_is_asked_again_at_the_next_look():
-    peers = Peers(1)
-    peers.fails[0, "resize"] = [RayActorError(), asyncio.sleep(100.0)]
-
-    async def story(service):
-        following = asyncio.ensure_future(service.follow(lambda: 1))
-        await asyncio.sleep(FOLLOW_S + 0.1)
-        assert len(peers.named("resize")) == 2
-        await asyncio.sleep(80.0)
-        assert len(peers.named("resize")) == 3 and service.counts()["resize_failed.TimeoutError"] == 1
-        following.cancel()
-
-    play(story, peers)
-    assert CALL_S < 70.0
 
 
 # ---- the actors -----------------------------------------------------------------------------------------
@@ -359,6 +253,9 @@ def test_the_configured_shards_are_started_once_and_found_by_others(fake):
     config = ContextConfig(shards=2)
     shards = ensure_context(config, "app")
     ensure_context(config, "app")
+    assert [one.arguments for one in fake.actors.values()] == [(config, 0, "app")], "which starts the others"
+    shards.start(1)
+    shards.start(1)
     assert [one.arguments for one in fake.actors.values()] == [(config, 0, "app"), (config, 1, "app")]
     assert all(one.kind is actors.ShardActor for one in fake.actors.values()) and set(fake.softs) == {True}
     assert shards.at(1).arguments[1] == 1 and fake.looks == 0, "it has the handles"
@@ -370,21 +267,6 @@ def test_the_configured_shards_are_started_once_and_found_by_others(fake):
         Shards(config.model_copy(update={"ttl_s": 1.0}), "app").at(0)
     with pytest.raises(NoShard):
         Shards(config, "another").at(0)
-
-
-def test_a_shard_is_ended_for_good_and_looked_for_anew(fake):
-    shards = ensure_context(ContextConfig(shards=2), "app")
-    name = shards.at(1).name
-    shards.end(1)
-    shards.end(1)
-    assert fake.killed == [(name, True)]
-    with pytest.raises(NoShard):
-        shards.at(1)
-    shards.start(1)
-    assert shards.at(1).arguments[1] == 1
-    shards.lose(1)
-    shards.lose(1)
-    assert shards.at(1).name == name and fake.looks == 3
 
 
 def test_shards_of_a_former_configuration_are_ended_and_no_others(fake):
@@ -400,9 +282,9 @@ def test_shards_of_a_former_configuration_are_ended_and_no_others(fake):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_first_shard_ends_with_its_application_and_others_with_the_first(fake, monkeypatch, index):
-    ended, gone, others = [], [], []
-    monkeypatch.setattr(actors, "_end_actor", lambda: ended.append(1))
+def test_each_shard_ends_with_its_application_and_the_first_starts_the_others(fake, monkeypatch, index):
+    gone, others = [], []
+    fake.get_runtime_context = lambda: SimpleNamespace(current_actor=SimpleNamespace(name="itself"))
     monkeypatch.setattr(actors, "_end_others", lambda *given: others.append(given))
 
     async def application_gone(name):
@@ -411,15 +293,14 @@ def test_the_first_shard_ends_with_its_application_and_others_with_the_first(fak
 
     monkeypatch.setattr(actors, "application_gone", application_gone)
     config = ContextConfig(shards=2)
-    ensure_context(config, "app").end(0)
 
     async def story():
         shard = actors.ShardActor(config, index, "app")
+        started = [one.arguments[1] for one in fake.actors.values()]
         await asyncio.sleep(4.0)
-        assert ended == []
+        assert fake.killed == [] and started == ([1] if index == 0 else [])
         await asyncio.sleep(7.0)
-        assert ended == [1] and shard._living.done()
-        assert gone == (["app"] if index == 0 else [])
+        assert fake.killed == [("itself", True)] and shard._living.done() and gone == ["app"]
         assert others == ([("app", actors._family(config, "app"))] if index == 0 else [])
 
     loop = VirtualLoop()

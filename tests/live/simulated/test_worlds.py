@@ -63,7 +63,6 @@ SEEDS = {
     ("turns",): (0, 1),
     ("overtaking",): (1, 6),
     ("overtaking", "kill", "coordinator", "orders"): (2,),
-    ("crossing",): (1,),
     ("races", "scarce"): (14,),
     ("races", "kill", "damaged", "ray_error"): (6,),
     ("rewards",): (0, 1),

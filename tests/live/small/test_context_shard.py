@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,8 +15,8 @@ from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.context.history import Answer, prompt_key
+from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.service import ContextService
-from tailrace.deployments.context.shard_set import shard_of
 from tailrace.deployments.messages.context import GroupRef
 
 APP = "context-test"
@@ -44,9 +42,7 @@ def application(deploy):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
-    return ContextConfig(
-        shards=SHARDS, history_dir=str(folder), retry_s=0.1, deadline_s=1.0, lengths_deadline_s=5.0, shrink_after_s=0.0
-    )
+    return ContextConfig(shards=SHARDS, history_dir=str(folder), retry_s=0.1, deadline_s=1.0, lengths_deadline_s=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -213,57 +209,6 @@ def test_history_outlives_its_actor_and_reaches_engines(shards, config, feeds):
     own.feed.hold(second._replace(group_id="epoch-3/p"))
     until(lambda: "epoch-3/p" in own.hears().history)
     assert first.group_id not in own.history, "a group is not its own history"
-
-
-async def resized(service: ContextService, replicas: int, number: int) -> dict:
-    """The service follows this many busy replicas until there are `number` shards; its counts."""
-    following = asyncio.get_running_loop().create_task(service.follow(lambda: replicas))
-    while service.counts()["shards"] != number:
-        await asyncio.sleep(0.05)
-    following.cancel()
-    return service.counts()
-
-
-def test_shards_come_and_go_and_engines_read_on(shards, config, feeds):
-    groups = [GroupRef(f"resize/{key[:4]}", key) for key in KEYS]
-    a, b = Engine(feeds("a")), Engine(feeds("b"))
-    for group in groups:
-        a.feed.hold(group)
-        b.feed.hold(group)
-    tokens: list[int] = []
-    service, pids = ContextService(shards, config), set(pids_of(shards))
-
-    async def write() -> None:
-        for turn in range(10_000):
-            for group in groups:
-                a.feed.append(group, 0, turn, [turn])
-            tokens.append(turn)
-            await asyncio.sleep(0.02)
-
-    async def work() -> None:
-        writing = asyncio.get_running_loop().create_task(write())
-        service.finish(groups[0], 7, [answer(5)])
-        await resized(service, 250, 4)
-        pids.update([pid_of(shards.at(number)) for number in range(4)])
-        await asyncio.sleep(0.5)
-        for group in groups[1:]:
-            service.finish(group, 7, [answer(5)])
-        await resized(service, 1, SHARDS)
-        await asyncio.sleep(0.5)
-        writing.cancel()
-        while len(await service.lengths(KEYS)) < len(KEYS):
-            await asyncio.sleep(0.1)
-
-    asyncio.run(asyncio.wait_for(work(), 120))
-    until(lambda: all(b.knows(group, 0, 0, tokens) for group in groups))
-    known = sum(map(len, b.tokens.values()))
-    assert a.feed.counts()["moved"] > 0 and "dropped_tokens" not in a.feed.counts()
-    assert b.feed.counts()["fetched_tokens"] == known, "no token came twice"
-    until(lambda: sum(map(is_alive, pids)) == SHARDS)
-    statuses = [ray.get(shards.at(number).status.remote()) for number in range(SHARDS)]
-    counts = sum((Counter(status["counts"]) for status in statuses), Counter())
-    assert counts["ended_shards"] == 2 and counts["handed_groups"] > 0
-    print(json.dumps({"tokens": known, "counts": counts, "service": service.counts(), "engine": b.feed.counts()}))
 
 
 def test_everyone_finds_the_same_actors_and_another_configuration_ends_them(shards, config):
