@@ -7,7 +7,7 @@ MAX_DEFINITIONS = 3
 """In `deployments`: the coordinator's call, its part that does it, and the engine's. It was 9."""
 
 MAX_COLLABORATORS = 8
-MAX_PATH_FILES = 25
+MAX_PATH_FILES = 20
 
 
 @pytest.fixture
