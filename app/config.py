@@ -18,7 +18,7 @@ from tailrace.app.deployment_settings import (
 )
 from tailrace.app.errors import BadInput
 from tailrace.app.file_form import OURS, refuse_constants, refuse_old
-from tailrace.app.gateway.config import GATEWAY, GatewayApplication, HttpOptions, check_doors
+from tailrace.app.gateway.config import GATEWAY, GatewayApplication, HttpOptions, check_http
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.deployments.context.config import ContextConfig, plain_folder
 from tailrace.deployments.drafter.config import DrafterConfig
@@ -228,8 +228,8 @@ class ServeFile(StrictModel):
         return tuple(found)
 
     @model_validator(mode="after")
-    def _doors(self):
-        check_doors(self.proxy_location, self.http_options, self.gateway, self.application.name)
+    def _http(self):
+        check_http(self.proxy_location, self.http_options, self.gateway, self.application.name)
         return self
 
     @property

@@ -9,7 +9,7 @@ import time
 def _rounds(connection, log: str):
     connection.send(("ready", 0))
     while (asked := connection.recv()) is not None:
-        connection.send(("door", 0))
+        connection.send(("entry", 0))
         yield asked[1]
 
 

@@ -183,7 +183,7 @@ def test_groups_beyond_the_window_are_held_until_the_driver_acknowledges():
 
 
 def test_a_submission_outlives_the_stream_that_began_it():
-    """It may wait at the door for hours; the driver's next stream gets its groups, or the reason why there are none."""
+    """It may wait for hours; the driver's next stream gets its groups, or the reason why there are none."""
 
     async def scenario(desk):
         gate, submit = asyncio.Event(), desk._submit
@@ -259,7 +259,7 @@ def test_a_batch_that_grows_does_not_count_itself():
     run(scenario)
 
 
-def test_quotas_refuse_at_the_door_and_name_the_batch_to_wait_for():
+def test_quotas_refuse_at_once_and_name_the_batch_to_wait_for():
     async def scenario(desk):
         desk.deliveries.quotas = Quotas(max_samples=20, max_tokens=8 * 256 + 100, max_result_bytes=1)
 

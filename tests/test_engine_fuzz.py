@@ -18,8 +18,8 @@ from tailrace.lab.commands.fuzz import command
 from tailrace.lab.fuzz.engine import fields as fields_of
 from tailrace.lab.fuzz.engine import grammar, refused_text
 from tailrace.lab.fuzz.engine.contradictions import CONTRADICTIONS
-from tailrace.lab.fuzz.engine.door import OddSample, by_hand
 from tailrace.lab.fuzz.engine.engine_campaign import engine_campaign, requests_of, signature
+from tailrace.lab.fuzz.engine.entry import OddSample, by_hand
 from tailrace.lab.fuzz.engine.hosted import HostedEngine
 from tailrace.lab.fuzz.engine.problems import LATE, LOST, TRACE
 from tailrace.lab.fuzz.engine.rules import broken
@@ -191,7 +191,7 @@ def numbered(count: int = 12) -> list[dict]:
 def test_a_dead_engine_is_found_with_the_place_and_started_again(hosted):
     engine = hosted(fuzzed_hosts.dies_of_seven)
     ((kind, text, _),) = engine.run(numbered())["problems"]
-    assert kind == LOST and "ended with 9 at door 0" in text
+    assert kind == LOST and "ended with 9 at entry 0" in text
     assert engine.run(numbered(3))["problems"] == [] and engine.starts == 2
 
 
@@ -204,7 +204,7 @@ def test_a_dead_engine_is_traced_to_its_request(hosted):
 def test_a_hang_is_found_with_its_stack(hosted):
     engine = hosted(fuzzed_hosts.hangs, silent_s=1.0)
     ((kind, text, _),) = engine.run(numbered(1))["problems"]
-    assert kind == LATE and "no word at door 0" in text and "fuzzed_hosts.py" in text and "hangs" in text
+    assert kind == LATE and "no word at entry 0" in text and "fuzzed_hosts.py" in text and "hangs" in text
 
 
 def test_a_traceback_is_found(hosted):

@@ -10,7 +10,7 @@ from tailrace.app.gateway.access_control import AccessControl, read_tokens
 from tailrace.app.gateway.answer_text import text_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
+from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_http
 from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
@@ -341,7 +341,7 @@ def test_a_browser_asks_for_a_token_where_the_board_is(path, asked, tmp_path):
 def test_a_port_is_open_for_a_gateway_alone_and_beyond_loopback_with_tokens_alone(location, host, gateway, reason):
     application = None if gateway is None else GatewayApplication(args=gateway)
     with pytest.raises(ValueError, match=reason):
-        check_doors(location, HttpOptions(host=host), application, "tailrace")
+        check_http(location, HttpOptions(host=host), application, "tailrace")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])

@@ -147,7 +147,7 @@ def test_rows_of_replicas_are_those_to_look_at_then_the_fullest():
         ({"replicas": [replica(aside="2 samples failed")]}, "r1 is set aside: 2 samples failed"),
         ({"pool": PoolView(status=None, token_bytes=1, counts={}, problem="lost")}, "the KV pool is down: lost"),
         ({"contained": {"turn.ValueError": 2}}, "errors contained so far: turn.ValueError 2"),
-        ({"at_door": ("b9",)}, "batch b9 waits for a change of policies, limits or journal"),
+        ({"at_admission": ("b9",)}, "batch b9 waits for a change of policies, limits or journal"),
     ],
 )  # fmt: skip
 def test_troubles_are_a_line_each(said, line):

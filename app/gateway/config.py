@@ -77,7 +77,7 @@ class HttpOptions(Strict):
         return host
 
 
-def check_doors(proxy_location: str, http: HttpOptions, gateway: GatewayApplication | None, app_name: str) -> None:
+def check_http(proxy_location: str, http: HttpOptions, gateway: GatewayApplication | None, app_name: str) -> None:
     """Raises ValueError, one line with the key, if a port would be open without need, or without tokens."""
     if gateway is None:
         if proxy_location != "Disabled":

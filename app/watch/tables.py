@@ -37,7 +37,7 @@ def troubles(status: ServiceSnapshot) -> list[str]:
         found.append(f"the KV pool is down: {pool.problem}")
     if pool is not None:
         found += [f"{name} runs without the KV pool: {why}" for name, why in pool.problems.items()]
-    found += [f"batch {name} waits for a change of policies, limits or journal" for name in status.at_door]
+    found += [f"batch {name} waits for a change of policies, limits or journal" for name in status.at_admission]
     if status.contained:
         counts = ", ".join(f"{name} {count:,}" for name, count in sorted(status.contained.items()))
         found.append(f"errors contained so far: {counts}")

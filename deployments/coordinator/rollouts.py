@@ -259,7 +259,7 @@ class Rollouts:
             pool=None if pool is None else pool.view(),
             context=self._context.counts() if self._context else None,
             held_bytes=self.deliveries.held_bytes(),
-            at_door=self.admission.waiting,
+            at_admission=self.admission.waiting,
             model=self._prompts.model,
             max_model_len=self._prompts.max_model_len,
             exactness=self.core_holder.exactness,
@@ -287,7 +287,7 @@ class Rollouts:
     def books(self) -> dict[str, int]:
         """Returns the number of entries in each book that must be empty when nothing is in flight."""
         here = {
-            "at_door": len(self.admission.waiting),
+            "at_admission": len(self.admission.waiting),
             "deliveries": len(self.deliveries),
             "sessions": len(self.sessions),
             "events": len(self._loop),

@@ -50,7 +50,7 @@ def service_row(snapshot: ServiceSnapshot) -> dict[str, Any]:
         "paused": snapshot.paused,
         "asleep": ", ".join(snapshot.asleep),
         "waits_for": snapshot.waits_for or "",
-        "at_door": ", ".join(snapshot.at_door),
+        "at_admission": ", ".join(snapshot.at_admission),
     }
 
 

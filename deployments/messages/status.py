@@ -222,7 +222,7 @@ class ServiceSnapshot(Message):
     pool: PoolView | None = None  # None if the service has none
     context: dict[str, int] | None = None  # calls to the group context by kind, or None if the service has none
     held_bytes: dict[str, int] = Field(default_factory=dict)  # bytes of finished groups that drivers have not received
-    at_door: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
+    at_admission: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
     model: str = ""  # the folder of the model and its tokenizer
     max_model_len: int = 0  # tokens of prompt and answer
     exactness: Exactness = "bits"  # what a second computation of a sample promises

@@ -28,7 +28,7 @@ from tailrace.lab.fuzz.shards import SimulatedShards, config_of
 from tailrace.lab.fuzz.stepper import SimulatedStepper
 from tailrace.lab.fuzz.token_law import VOCABULARY, TokenLaw
 from tailrace.lab.fuzz.virtual_time import Process
-from tailrace.lab.fuzz.worlds.quota_account import AccountedDoor, QuotaAccount
+from tailrace.lab.fuzz.worlds.quota_account import AccountedCoordinator, QuotaAccount
 from tailrace.lab.fuzz.worlds.watched_core import WatchedCore
 from tailrace.lab.fuzz.worlds.watched_pool import WatchedPool
 from tailrace.policies.core.scaling import Limits
@@ -165,7 +165,7 @@ class SimulatedCluster:
 
     async def _present(self):
         await self._up.wait()
-        return self.coordinator_process, self.door
+        return self.coordinator_process, self.accounted
 
     # ---- engine replicas -----------------------------------------------------------------------------
 
@@ -234,11 +234,11 @@ class SimulatedCluster:
         self.log_disk.begin_under(max(versions.values(), default=0))
         process = Process(f"coordinator-{self.coordinators + 1}")
         self.coordinator, self.coordinator_process = await self.start_one(process), process
-        self.door = self.coordinator
+        self.accounted = self.coordinator
         if self.size.quotas:
             rollouts = self.coordinator.rollouts
             self.account = QuotaAccount(rollouts.deliveries.quotas, rollouts, self.defects)
-            self.door = AccountedDoor(self.coordinator, self.account)
+            self.accounted = AccountedCoordinator(self.coordinator, self.account)
         self._up.set()
 
     async def start_one(self, process: Process) -> SimulatedCoordinator:

@@ -49,9 +49,9 @@ class Service:
             most = application.args.replicas.max
             replicas = Replicas(min=1, max=most) if self.elastic else fixed(most)
             application = application.with_args(replicas=replicas, drafter=None)
-        doors = _with_gateway(file) if self.gateway else {"applications": (), "proxy_location": "Disabled"}
-        applications = (application, *doors["applications"])
-        return file.model_copy(update=doors | {"applications": applications})
+        http = _with_gateway(file) if self.gateway else {"applications": (), "proxy_location": "Disabled"}
+        applications = (application, *http["applications"])
+        return file.model_copy(update=http | {"applications": applications})
 
 
 def _with_gateway(file: ServeFile) -> dict:

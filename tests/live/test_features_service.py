@@ -91,7 +91,7 @@ def test_turns_bring_more_images_and_find_their_kv_in_the_pool(seeing):
     assert held[1].cached_tokens >= len(PROMPT) + 40 - 33, "a turn that continues finds all full blocks in the pool"
 
 
-def test_bad_features_are_refused_at_the_door(seeing):
+def test_bad_features_are_refused_at_once(seeing):
     url, client = seeing
     with caller(url, "evaluator") as http:
         item = {"x": {"data": ["float32", [1], msgspec.msgpack.Ext(1, b"a pickle")], "field": ["batched", {}]}}

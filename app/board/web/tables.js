@@ -43,7 +43,7 @@ function troubles(service) {
   if (row("pool", "down")) found.push(`the KV pool is down: ${row("pool", "down")}`);
   for (const [name, why] of rows("pool")) if (name.startsWith("without.")) found.push(`${name.slice(8)} runs without the KV pool: ${why}`);
   if (service.weights_problem) found.push(`weights: ${service.weights_problem}`);
-  if (service.at_door) found.push(`batches wait for a change of policies, limits or journal: ${service.at_door}`);
+  if (service.at_admission) found.push(`batches wait for a change of policies, limits or journal: ${service.at_admission}`);
   if (service.asleep) found.push(`asleep: ${service.asleep}`);
   return found;
 }

@@ -17,7 +17,7 @@ from tailrace.lab.fuzz.engine.shorten import shortened
 REQUESTS_PER_ROUND = 12
 """Number of requests of a round. Checks refuse some; about six share the engine's steps with the mates."""
 
-DOORS_PER_ROUND = 60
+ENTRIES_PER_ROUND = 60
 """Number of further requests that are only checked, which takes less than a millisecond each."""
 
 MOST_TRIES = 40
@@ -128,12 +128,14 @@ class EngineReport:
         }
 
 
-def requests_of(seed: int, number: int, count: int = REQUESTS_PER_ROUND, doors: int = DOORS_PER_ROUND) -> list[dict]:
-    """Returns the requests of one round of a seed. `doors`: number of requests drawn to be only checked; those made by
-    hand drop out."""
+def requests_of(
+    seed: int, number: int, count: int = REQUESTS_PER_ROUND, entries: int = ENTRIES_PER_ROUND
+) -> list[dict]:
+    """Returns the requests of one round of a seed. `entries`: number of requests drawn to be only checked; those made
+    by hand drop out."""
     rng = Random(f"{seed}/{number}")
     run = [drawn(rng) for _ in range(count)]
-    return run + [one | {"door_alone": True} for one in (drawn(rng) for _ in range(doors)) if one["way"] != HAND]
+    return run + [one | {"entry_alone": True} for one in (drawn(rng) for _ in range(entries)) if one["way"] != HAND]
 
 
 def signature(kind: str, text: str) -> tuple[str, str]:

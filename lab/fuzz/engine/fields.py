@@ -207,4 +207,4 @@ CHUNK: dict[str, dict[str, list]] = {
         ABSURD: [{"index": -1}, {"index": 2**40}, {"expected": -1}, {"tokens": 10**6}, {"tokens": -1}],
     },
 }
-"""Fields of ChunkRequest, in deployments.messages.chunk. `draft`: arguments of the plan of drafts, see door.py."""
+"""Fields of ChunkRequest, in deployments.messages.chunk. `draft`: arguments of the plan of drafts, see entry.py."""

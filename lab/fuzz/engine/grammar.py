@@ -1,7 +1,7 @@
 """The grammar that odd requests are drawn from: every field of a request, with usual, edge and absurd values.
 
 A request is a dict of plain JSON: `way`, one of WAYS; `message`, the fields of that way; and `late`, whether its mates
-have tokens when it arrives. With `door_alone` it is only checked, and does not reach the engine. Two ways are checked
+have tokens when it arrives. With `entry_alone` it is only checked, and does not reach the engine. Two ways are checked
 as a driver's requests are; by `hand` a chunk is made without any check. Invariant: a seed gives the same request each
 time.
 """

@@ -27,7 +27,7 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
     faulthandler.register(signal.SIGUSR1)
     from tailrace.deployments.engine.runner import EngineRunner
     from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
-    from tailrace.lab.fuzz.engine.door import RequestDoor
+    from tailrace.lab.fuzz.engine.entry import RequestEntry
     from tailrace.lab.fuzz.engine.round import Round
 
     config = EngineConfig(
@@ -39,14 +39,14 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
         redraw_close_calls=redraws,
     )
     engine = EngineRunner(config, "fuzz", rank=os.getpid())
-    door = RequestDoor(model, CONTEXT_TOKENS)
+    entry = RequestEntry(model, CONTEXT_TOKENS)
     keys, reference = alone(engine)
     connection.send(("ready", 0))
     while (asked := connection.recv()) is not None:
         number, requests = asked
         one = Round(
             engine=engine,
-            door=door,
+            entry=entry,
             reference=reference,
             keys=keys,
             number=number,

@@ -4,7 +4,7 @@ import numpy as np
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, sample_key
 from tailrace.deployments.messages.sampling import SamplingParams
-from tailrace.lab.fuzz.engine.door import plan
+from tailrace.lab.fuzz.engine.entry import plan
 
 WORDS = np.array([504, 2365, 355, 260, 4052, 314, 253, 1568, 282, 260, 1004, 28], np.int32)
 MATE_TOKENS = 20

@@ -6,7 +6,7 @@ LOST, LATE, MATE, RULE, WORDS, RAISED, RETRIED, TRACE, GROWTH = (
     "a mate differs",
     "a rule is broken",
     "a refusal's words",
-    "the door raises",
+    "the entry raises",
     "an error that is tried again elsewhere",
     "a traceback or a flood of lines",
     "memory grows",

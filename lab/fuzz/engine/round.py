@@ -10,7 +10,7 @@ import numpy as np
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import EngineDown, RequestRefused
-from tailrace.lab.fuzz.engine.door import MOST_TOKENS, OddSample, RequestDoor
+from tailrace.lab.fuzz.engine.entry import MOST_TOKENS, OddSample, RequestEntry
 from tailrace.lab.fuzz.engine.fair_clock import Since
 from tailrace.lab.fuzz.engine.mates import MATES, difference, logprob_noise, mate
 from tailrace.lab.fuzz.engine.problems import LATE, LOST, MATE, RAISED, RETRIED, RULE, WORDS
@@ -53,7 +53,7 @@ class Round:
     """One round. `number`: names its groups of drafts. `say`: sends the parent an event."""
 
     engine: EngineRunner
-    door: RequestDoor
+    entry: RequestEntry
     reference: list[ChunkResult]
     keys: list[int]
     number: int
@@ -94,18 +94,18 @@ class Round:
         return f"fuzz/{self.number}"
 
     def _enter(self, place: int, request: dict) -> None:
-        self.say("door", place)
+        self.say("entry", place)
         since, fate = Since(), self.fates[place]
         try:
-            entered = self.door.enter(request, f"odd-{place}", self._group)
-        except Exception as error:  # noqa: BLE001 - whatever a door raises is a finding
+            entered = self.entry.enter(request, f"odd-{place}", self._group)
+        except Exception as error:  # noqa: BLE001 - whatever the entry raises is a finding
             fate.state, fate.reason = "raised", f"{type(error).__name__}: {error}"
             self._problem(RAISED, fate.reason, place)
         else:
             if isinstance(entered, str):
-                self._refused(place, "refused at the door", entered)
-            elif request.get("door_alone"):
-                fate.state = "taken at the door"
+                self._refused(place, "refused at entry", entered)
+            elif request.get("entry_alone"):
+                fate.state = "taken at entry"
             else:
                 self._samples[place] = entered
         self._took(place, since)
@@ -219,7 +219,7 @@ class Round:
                 self._judge(place, sample)
 
     def _judge(self, place: int, sample: OddSample) -> None:
-        prompts = self.door.prompts
+        prompts = self.entry.prompts
         try:
             rule = broken(sample, prompts.decode, prompts.encode, self.context_tokens)
         except (TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:

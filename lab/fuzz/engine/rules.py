@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from tailrace.deployments.messages.sampling import SamplingParams
-from tailrace.lab.fuzz.engine.door import OddSample
+from tailrace.lab.fuzz.engine.entry import OddSample
 from tailrace.lab.fuzz.engine.values import EOS, VOCABULARY
 from tailrace.policies.protocol.events import ChunkEnd
 

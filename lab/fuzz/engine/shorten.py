@@ -8,7 +8,7 @@ Shows = Callable[[list[dict]], bool]
 NEEDED = {
     "way",
     "late",
-    "door_alone",
+    "entry_alone",
     "message",
     "group",
     "groups",

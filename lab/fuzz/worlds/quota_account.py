@@ -2,7 +2,7 @@
 
 Laws: samples of the core never exceed the quotas, and nothing is refused that would fit beside everything that may be
 in flight. A call counts from its arrival until its end; a sample whose caller has left counts for LEFT_S more.
-`AccountedDoor` replaces the coordinator for its drivers. Called by `SimulatedCluster`.
+`AccountedCoordinator` replaces the coordinator for its drivers. Called by `SimulatedCluster`.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class QuotaAccount:
         fits = all(
             bound is None or getattr(load, kind) + getattr(others, kind) <= bound for kind, bound in bounds.items()
         )
-        if fits and not self._rollouts.status().at_door:
+        if fits and not self._rollouts.status().at_admission:
             self._defects.append(f"{name} was refused below its quota, with {others[:2]} in flight at most: {reason}")
 
     def _others(self, name: tuple) -> BatchLoad:
@@ -118,7 +118,7 @@ class OpenCall:
                 self._account.refused(self._name, self._groups, item.reason)
 
 
-class AccountedDoor:
+class AccountedCoordinator:
     """A coordinator whose calls are counted."""
 
     def __init__(self, coordinator, account: QuotaAccount):

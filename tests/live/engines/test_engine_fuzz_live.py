@@ -18,5 +18,5 @@ def test_a_real_engine_holds(model_dir):
     print(json.dumps(report))
     assert report["findings"] == []
     assert report["engines_lost"] == report["hangs"] == report["mates_that_differ"] == 0 < report["mates"]
-    assert report["fates"].keys() >= {"answered", "taken at the door", "refused at the door"}
+    assert report["fates"].keys() >= {"answered", "taken at entry", "refused at entry"}
     assert report["engine_starts"] == 1

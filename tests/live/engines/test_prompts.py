@@ -51,7 +51,7 @@ def test_what_the_model_cannot_take_is_refused_by_name(prompts, what, said):
 
 
 def refusal(prompts, **what) -> str | None:
-    """Of a request as it comes, by the messages or by the model's own door."""
+    """Of a request as it comes, by the messages or by the model's own way."""
     made = checked(PromptGroup, {"prompt_id": "p", "samples": 1, "text": "x"} | what)
     found = made if isinstance(made, Rejected) else prompts.prepare_group(made)
     return found.reason if isinstance(found, Rejected) else None

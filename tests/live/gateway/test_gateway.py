@@ -179,7 +179,7 @@ def test_what_is_not_honoured_is_refused_in_one_line(http, path, body, reason):
     assert reason in error["message"] and "\n" not in error["message"]
 
 
-def test_roles_bodies_and_bad_json_are_refused_at_the_door(address, http):
+def test_roles_bodies_and_bad_json_are_refused_at_once(address, http):
     url, _ = address
     with caller(url, "observer") as observer:
         assert observer.get("/weight_info").json()["weight_version"] == "0"

@@ -317,7 +317,7 @@ def answers_that_were_cut(monkeypatch):
     monkeypatch.setattr(OpenSessions, "_asked", asked_at_once)
 
 
-def a_door_that_looks_at_nothing(monkeypatch):
+def an_admission_that_checks_nothing(monkeypatch):
     monkeypatch.setattr(Prompts, "_refusal", lambda self, group, token_ids: None)
 
 
@@ -349,7 +349,7 @@ def replicas_that_stay_idle(monkeypatch):
         (engines_without_a_probe, ("broken",), 0, "an innocent sample ended"),
         (replicas_that_stay_idle, ("slow",), 0, "while a replica was ready and idle"),
         (answers_that_were_cut, ("hasty",), 0, "cancelled without a request"),
-        (a_door_that_looks_at_nothing, ("impossible",), 0, "was taken by"),
+        (an_admission_that_checks_nothing, ("impossible",), 0, "was taken by"),
     ],
 )
 def test_the_simulation_finds_the_defect(monkeypatch, broken, kinds, first, problem):
@@ -452,7 +452,7 @@ def test_a_campaign_that_was_stopped_is_continued(tmp_path):
     assert fuzz(10)[0] == 2 and "line 2: not an outcome" in fuzz(10)[1]
 
 
-def test_a_change_of_policies_waits_at_a_door_for_the_batches_before_it(tmp_path):
+def test_a_change_of_policies_waits_for_the_batches_before_it(tmp_path):
     """A batch that comes later waits too, and runs under the new policies; one that runs goes on under the old."""
 
     async def story():
@@ -468,12 +468,12 @@ def test_a_change_of_policies_waits_at_a_door_for_the_batches_before_it(tmp_path
         waiting = asyncio.ensure_future(groups_of(driver_client(cluster), later))
         await asyncio.sleep(3.0)
         status = cluster.coordinator.rollouts.status()
-        assert status.at_door == ("later",) and [batch.batch_id for batch in status.batches] == ["first"]
+        assert status.at_admission == ("later",) and [batch.batch_id for batch in status.batches] == ["first"]
         assert status.policies["ordering"]["type"] == "seer" and not rolling.done()
         await rolling
         await asyncio.sleep(3.0)
         status = cluster.coordinator.rollouts.status()
-        assert status.at_door == () and [batch.batch_id for batch in status.batches] == ["later"]
+        assert status.at_admission == () and [batch.batch_id for batch in status.batches] == ["later"]
         assert status.policies["ordering"]["type"] == "fcfs"
         ((ended,), (again,)) = await rolling, await waiting
         assert [sample.token_ids for sample in ended.samples] == [sample.token_ids for sample in again.samples]

@@ -33,14 +33,14 @@ def test_a_batch_whose_driver_has_left_while_it_waited_ends_as_soon_as_it_is_adm
         await until(lambda: status().running)
         pause = asyncio.ensure_future(client.pause("wait"))
         left = asyncio.ensure_future(whole(client, batch("left", max_tokens=400)))
-        await until(lambda: status().at_door == ("left",))
+        await until(lambda: status().at_admission == ("left",))
         left.cancel()
         await asyncio.gather(first, pause)
         await asyncio.sleep(1.0)
         await client.resume()
         await asyncio.sleep(2.0)
         now = status()
-        assert not now.batches and not now.running and not now.waiting and not now.at_door
+        assert not now.batches and not now.running and not now.waiting and not now.at_admission
 
     play(story)
 

@@ -58,7 +58,7 @@ class OddSample:
         self.tokens += result.token_ids.tolist()
 
 
-class RequestDoor:
+class RequestEntry:
     """Turns requests into chunks. `model`: a local folder. `max_model_len`: tokens of a context."""
 
     def __init__(self, model: str, max_model_len: int):
