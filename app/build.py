@@ -18,7 +18,7 @@ from tailrace.deployments.drafter.replica import Drafter
 from tailrace.deployments.engine.replica import Engine
 from tailrace.deployments.telemetry import TelemetryExport
 from tailrace.deployments.token_mode import require_token_mode
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.policies.core.scaling import Limits
 
 

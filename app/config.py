@@ -18,14 +18,14 @@ from tailrace.app.deployment_settings import (
 )
 from tailrace.app.errors import BadInput
 from tailrace.app.file_form import OURS, refuse_constants, refuse_old
-from tailrace.app.gateway.config import GATEWAY, GatewayApplication, HttpOptions, check_http
+from tailrace.app.gateway.gateway_config import GATEWAY, GatewayApplication, HttpOptions, check_http
 from tailrace.app.strict_yaml import read_yaml
-from tailrace.deployments.context.config import ContextConfig, plain_folder
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.context.context_config import ContextConfig, plain_folder
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.keyed_error import KeyedError
 from tailrace.deployments.replica_count import ReplicaCount, fixed
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.policies.families.ordering import GroupStatic
 from tailrace.policies.families.registry import Policies, name_of, unknown_key
 

@@ -10,8 +10,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from tailrace.app.gateway.config import CONVERSATION_TOKENS, GATEWAY
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.app.gateway.gateway_config import CONVERSATION_TOKENS, GATEWAY
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.keyed_error import KeyedError
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.registry import FAMILIES, Policies, members, name_of

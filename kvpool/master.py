@@ -13,9 +13,9 @@ from contextlib import suppress
 
 from tailrace.kvpool.admin import PoolAdmin
 from tailrace.kvpool.child_process import ChildProcess, Launch
-from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.departures import Departures
 from tailrace.kvpool.keys import is_block, version_of
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.kvpool.programs import program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, PoolStatus, StoreNodeStatus
 

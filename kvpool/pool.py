@@ -20,8 +20,8 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.master import KvMaster
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.programs import free_port
 from tailrace.kvpool.status import MasterAnswer, PoolDown, StoreNodeStatus
 from tailrace.kvpool.store_node import KvStoreNode

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tailrace.kvpool.child_process import ChildProcess, Launch
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.master import REPORT_S, UNMOUNTED_S
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.programs import program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, StoreNodeStatus
 

@@ -10,13 +10,13 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from tailrace.app.commands.policies import catalogue
 from tailrace.app.config import AppArgs, Application, ServeFile
 from tailrace.app.deployment_settings import CoordinatorSettings, UserConfig
-from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions
+from tailrace.app.gateway.gateway_config import GatewayApplication, GatewayConfig, HttpOptions
 from tailrace.deployments.batches.quotas import Quotas
-from tailrace.deployments.context.config import ContextConfig
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.context.context_config import ContextConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.replica_count import Replicas
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.policies.families.registry import FAMILIES, Policies, members
 from tailrace.policies.protocol.file_keys import keys_of
 

@@ -15,7 +15,7 @@ from test_drafter_wire import Clock
 from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafter.client import Drafters
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.drafter.sessions import Sessions
 from tailrace.deployments.drafter.wire import Confirm, Open, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest

@@ -12,7 +12,7 @@ import yaml
 from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput
 from tailrace.deployments.context.archive import Archive
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.prompt_files import EVERY
 from tailrace.deployments.messages.drafts import EVIDENCE
 from tailrace.deployments.messages.rollout import PromptGroup

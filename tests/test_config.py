@@ -12,7 +12,7 @@ from tailrace.app.cluster import declared
 from tailrace.app.config import FileArgs, ServeFile, load_config, with_engine
 from tailrace.app.deployment_options import all_options, options_of
 from tailrace.app.errors import BadInput
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.tail import Hold
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from waiting import until
 
-from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.live_groups import LiveGroups, Packet
 from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard_exchange import ShardExchange, _joined, _within

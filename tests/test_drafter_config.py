@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from tailrace.app.config import ELASTIC_CONFIG, ServeFile
 from tailrace.app.deployment_options import options_of
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.policies.protocol.actions import DraftMode
 

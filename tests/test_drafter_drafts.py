@@ -9,7 +9,7 @@ from test_drafts import ANSWER, PROMPT, Engine
 
 from tailrace.deployments.draft_index.proposal import NOTHING, Proposal
 from tailrace.deployments.drafter.client import Drafters
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.drafter.wire import Confirm, Guess, Open
 from tailrace.deployments.drafting.drafts import EngineDrafts
 from tailrace.deployments.messages.context import Source

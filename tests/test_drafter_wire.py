@@ -11,7 +11,7 @@ from msgspec import msgpack, structs
 
 from tailrace.deployments.channel.encrypted import Address, listen
 from tailrace.deployments.drafter.client import Drafters, rank
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.drafter.lines import end_of, remaining
 from tailrace.deployments.drafter.server import say
 from tailrace.deployments.drafter.wire import MAX_TOKENS, Confirm, Guess, Open, Stepped, Stop, Unknown, decode, encode

@@ -10,8 +10,8 @@ from tailrace.app.gateway.access_control import AccessControl, read_tokens
 from tailrace.app.gateway.answer_text import text_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_http
 from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.gateway_config import GatewayApplication, GatewayConfig, HttpOptions, check_http
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
 from tailrace.app.gateway.tokenizing import Detokenized

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tailrace.deployments.context import history as history_file
 from tailrace.deployments.context.archive import Archive
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import Answer, History, PastLength, is_on_network, pack, prompt_key, unpack
 from tailrace.deployments.context.live_groups import Packet
 from tailrace.deployments.context.prompt_files import EVERY, FILES, file_of, shard_of, shards_files

@@ -12,7 +12,7 @@ from tailrace.app.files.dumps import read_dump
 from tailrace.app.files.history_import import HistoryImport
 from tailrace.app.files.results import ResultsFile
 from tailrace.deployments.context.archive import Archive
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import prompt_key
 from tailrace.deployments.context.prompt_files import EVERY
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment

@@ -12,10 +12,10 @@ from tailrace.app.cli import run
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.files.lines_file import LinesFile
 from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart, output_folder
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.record.sent_weights import SentWeights
+from tailrace.app.train.train_config import TrainConfig
 from tailrace.app.trl.weights_folders import WeightsFolders
 
 CHECKED = {

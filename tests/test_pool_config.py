@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.kvpool.store_node import ssd_folder
 
 

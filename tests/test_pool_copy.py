@@ -19,7 +19,7 @@ from tailrace.deployments.staging.pool_copy import key_of, pull, put
 from tailrace.deployments.staging.slots import MemorySource, Slots, slot_of
 from tailrace.deployments.staging.stage import Stage
 from tailrace.deployments.staging.verified import Verifier
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.status import PoolDown
 
 CONFIG = PoolConfig(protocol="rdma", rdma_devices="mlx5_0")

@@ -9,9 +9,9 @@ import pytest
 from virtual_story import play_in
 
 from tailrace.kvpool import master, programs, store_node
-from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.keys import block_name
 from tailrace.kvpool.master import COUNTS, REPORT_S, STALE_S, UNMOUNTED_S, KvMaster
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.kvpool.programs import PORTS, free_port, program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, StoreNodeStatus
 from tailrace.kvpool.store_node import FIRST_LEASE_S, REMOUNT_S, SSD_FILE, KvStoreNode, ssd_folder

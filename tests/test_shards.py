@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE
 from tailrace.deployments.context.history import Answer, prompt_key
 from tailrace.deployments.context.live_groups import Packet, Want

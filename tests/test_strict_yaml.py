@@ -7,7 +7,7 @@ from test_imports import ROOT
 from tailrace.app.config import load_config
 from tailrace.app.errors import BadInput
 from tailrace.app.strict_yaml import read_yaml
-from tailrace.app.train.config import read_train_config
+from tailrace.app.train.train_config import read_train_config
 from tailrace.deployments.declared_fields import as_one_of, declared_fields, kinds_of
 from tailrace.deployments.vllm_exact.engine_config import ENGINE_ARGS, OURS, EngineConfig
 from tailrace.deployments.vllm_exact.launch import engine_arguments

@@ -4,10 +4,10 @@ import pytest
 from pydantic import BaseModel
 
 from tailrace.app.errors import BadInput
-from tailrace.app.train.config import read_train_config
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.record.stored_groups import StoredGroups
+from tailrace.app.train.train_config import read_train_config
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 
 SMALL = "task: {name: gcd}\nsteps: 3\n"

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.app.errors import BadInput
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header

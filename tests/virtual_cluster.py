@@ -37,7 +37,7 @@ def play_gateway(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -
     import httpx
 
     from tailrace.app.calls.client import RolloutClient
-    from tailrace.app.gateway.config import GatewayConfig
+    from tailrace.app.gateway.gateway_config import GatewayConfig
     from tailrace.app.gateway.routes import make_app
     from tailrace.app.gateway.service import GatewayService, ServedModel
     from tailrace.deployments.messages.roles import Role

@@ -41,7 +41,7 @@ def _ask(group: str, address: str) -> dict | None:
 def _offline(group: str, history_dir: Path) -> dict | None:
     """Returns the same mapping as a shard, from the files alone."""
     from tailrace.deployments.context.archive import Archive
-    from tailrace.deployments.context.config import ContextConfig
+    from tailrace.deployments.context.context_config import ContextConfig
     from tailrace.deployments.context.prompt_files import EVERY
 
     archive = Archive(ContextConfig(history_dir=str(history_dir.absolute())), EVERY)

@@ -9,7 +9,7 @@ import click
 
 from tailrace.app.errors import BadInput, Failed
 from tailrace.deployments.context.archive import Archive
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.prompt_files import EVERY
 
 BOUNDS = ContextConfig()

@@ -26,10 +26,10 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     TRAIN.YAML names model, task and sizes; docs/train.md has one. Without --address the engines of a local service get
     the model of TRAIN.YAML. Ctrl-C loses nothing that is in the folder.
     """
-    from tailrace.app.train.config import read_train_config
     from tailrace.app.train.possible_answers import check_rewards
     from tailrace.app.train.record.run_folder import RunFolder
     from tailrace.app.train.task import read_task
+    from tailrace.app.train.train_config import read_train_config
     from tailrace.app.trl.weights_folders import WeightsFolders
 
     settings = read_train_config(train_yaml)

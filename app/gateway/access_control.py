@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.deployments.messages.roles import Role
 
 OPEN_PATHS = ("/health", "/liveness")

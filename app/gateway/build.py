@@ -8,7 +8,7 @@ from ray.serve import Application
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.otlp import otlp_wanted
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.metrics import exporting
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService

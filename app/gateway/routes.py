@@ -20,11 +20,11 @@ from tailrace.app.gateway import answers
 from tailrace.app.gateway.access_control import AccessControl
 from tailrace.app.gateway.adapter_routes import add_adapters
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.context_bound import check_bound, check_known, check_length, check_prompts
 from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.edge.errors import ErrorAnswer, SampleFailed, UnknownModel, add_errors, error_body, error_of
 from tailrace.app.gateway.edge.json_body import StrictRoute
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest

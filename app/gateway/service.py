@@ -16,8 +16,8 @@ from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.conversations import Conversations
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.chat.tool_calls import ToolParser
-from tailrace.app.gateway.config import CONVERSATION_TOKENS, GatewayConfig
 from tailrace.app.gateway.edge.errors import UnknownModel
+from tailrace.app.gateway.gateway_config import CONVERSATION_TOKENS, GatewayConfig
 from tailrace.app.gateway.naming import Naming
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.liveness import RENEW_S

@@ -15,12 +15,12 @@ import torch
 from trl import GRPOTrainer
 
 from tailrace.app.errors import BadInput
-from tailrace.app.train.config import TrainerConfig
 from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.gradients.gradient import Gradient, OrderedSum
 from tailrace.app.train.gradients.gradient_order import GradientOrder
 from tailrace.app.train.gradients.gradient_workers import GradientWorkers, workers_for
 from tailrace.app.train.logprob_mismatch import LogprobMismatch
+from tailrace.app.train.train_config import TrainerConfig
 from tailrace.app.train.trl_keys import LOSSES_OVER_ALL_TOKENS
 from tailrace.deployments.messages.rollout import GroupResult
 

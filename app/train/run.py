@@ -17,7 +17,6 @@ from trl import GRPOConfig
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import BadInput
 from tailrace.app.model import resolve_model
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HeldOut
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.feed.step_feed import StepFeed
@@ -35,6 +34,7 @@ from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.step_recorder import RunFiles, StepRecorder
 from tailrace.app.train.step_rewards import StepRewards
 from tailrace.app.train.task import Question, Task
+from tailrace.app.train.train_config import TrainConfig
 from tailrace.app.train.trl_settings import defaults, settings_of
 from tailrace.app.trl.weights_sender import WeightsSender
 from tailrace.deployments.messages.errors import one_line

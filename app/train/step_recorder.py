@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from transformers import TrainerCallback
 
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.record.checksum import weights_checksum
 from tailrace.app.train.record.ledger import LedgerRow, Seconds
@@ -15,6 +14,7 @@ from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.sent_weights import SentWeights, staleness
 from tailrace.app.train.replica_seconds import ReplicaSeconds
 from tailrace.app.train.step_rewards import RewardedStep, StepRewards
+from tailrace.app.train.train_config import TrainConfig
 
 
 class RunFiles(NamedTuple):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.train_config import TrainConfig
 
 
 def settings_of(config: TrainConfig, checkpoints: str) -> dict[str, Any]:

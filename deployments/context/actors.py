@@ -11,7 +11,7 @@ from hashlib import blake2b
 import ray
 from ray.actor import ActorHandle
 
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.shard import ContextShard
 from tailrace.deployments.context.shard_handles import NoShard
 from tailrace.kvpool.pool import NAMESPACE, application_gone, detached_actor

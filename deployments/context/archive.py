@@ -8,7 +8,7 @@ called by one thread at a time.
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import History
 from tailrace.deployments.context.prompt_files import FILES, file_of
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard_exchange import ShardExchange
 from tailrace.deployments.context.shard_handles import ShardHandles

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterable
 
 from ray.exceptions import RayActorError
 
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import Answer, PastLength
 from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard_handles import NoShard, ShardHandles

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from tailrace.deployments.context.archive import Archive
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.group_log import Cursor
 from tailrace.deployments.context.history import Answer, PastLength
 from tailrace.deployments.context.live_groups import COORDINATOR, LiveGroups, Packet, Want

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE, Cursor
 from tailrace.deployments.context.live_groups import Packet, Want
 from tailrace.deployments.context.shard_handles import NoShard, ShardHandles

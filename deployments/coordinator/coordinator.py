@@ -23,7 +23,7 @@ from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.batches.tokenizer_files import tokenizer_files
 from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.engine_client import EngineClient
@@ -49,8 +49,8 @@ from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry, TelemetryExport
 from tailrace.deployments.token_mode import require_token_mode
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.pool import ensure_pool
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.registry import Policies

@@ -17,7 +17,7 @@ import zmq
 
 from tailrace.deployments.channel.encrypted import Address, dial
 from tailrace.deployments.draft_index.proposal import Proposal
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.drafter.lines import Kept, Line, chunk_end, end_of
 from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stepped, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest

@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from tailrace.deployments.channel.encrypted import Address
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.drafter.server import DrafterServer
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig

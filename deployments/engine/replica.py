@@ -22,11 +22,11 @@ from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.channel.engine_line import EngineLine
 from tailrace.deployments.channel.sockets import DialledSocket
 from tailrace.deployments.context.actors import ensure_context
-from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.drafter.client import Drafters
-from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.discovery import watch
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.engine.chunk_trace import trace_chunk
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.shared_features import with_features
@@ -47,8 +47,8 @@ from tailrace.deployments.staging.weights_memory import WeightsMemory
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import bound_cores, rebind
-from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.pool import follow_pool, join_pool
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.kvpool.status import PoolDown
 
 

@@ -8,7 +8,7 @@ from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.config import PoolEndpoint
+from tailrace.kvpool.pool_config import PoolEndpoint
 
 IDLE_SNAPSHOT_S = 0.25
 """Seconds between snapshots of an idle engine, so that `observed_at` does not look stale."""

@@ -26,7 +26,7 @@ from tailrace.deployments.messages.errors import RequestRefused, one_line
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.requests import Requests
-from tailrace.kvpool.config import PoolEndpoint
+from tailrace.kvpool.pool_config import PoolEndpoint
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
 from tailrace.policies.protocol.events import ChunkEnd
 

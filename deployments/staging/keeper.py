@@ -11,8 +11,8 @@ from ray.actor import ActorHandle
 
 from tailrace.deployments.staging.pool_copy import put
 from tailrace.deployments.staging.slots import MemorySource, Slots
-from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.pool import NAMESPACE, application_gone, detached_actor, join_pool
+from tailrace.kvpool.pool_config import PoolConfig
 
 NAME = "weights-of-"
 

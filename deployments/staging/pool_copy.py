@@ -14,7 +14,7 @@ from pathlib import Path
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.deployments.staging.slots import SHARED_MEMORY, MemorySource, Slots, slot_of
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 
 PULL_S = 600.0
 """Maximum seconds to wait for a keeper that puts, or for another replica of the node that pulls."""

@@ -6,7 +6,7 @@ engine replica, which calls it on a thread.
 
 from tailrace.deployments.staging.slots import MemorySource, service_name, slot_of
 from tailrace.deployments.staging.verified import Verifier
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 
 
 class WeightsMemory:

@@ -16,8 +16,8 @@ from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.vllm_exact.attention import invariant_arguments
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
-from tailrace.kvpool.config import BUFFER_MIB, PoolEndpoint
 from tailrace.kvpool.keys import PREFIX, fingerprint
+from tailrace.kvpool.pool_config import BUFFER_MIB, PoolEndpoint
 
 WORKERS = {
     "cpu": "tailrace.deployments.vllm_exact.worker.ExactCPUWorker",

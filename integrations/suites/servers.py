@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tailrace.app.config import DEFAULT_CONFIG, load_config
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.model import resolve_model
 from tailrace.lab.benchmarks.http.servers import EngineShape, ours, vllm
 

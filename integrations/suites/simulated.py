@@ -18,7 +18,7 @@ import uvicorn
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.gateway.chat.tool_calls import ToolParser
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.prompts import Prompts

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import Answer, unpack
 from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard import ContextShard

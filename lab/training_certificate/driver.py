@@ -10,10 +10,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from tailrace.app.errors import Failed
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
+from tailrace.app.train.train_config import TrainConfig
 
 LOOK_S = 0.2
 """Seconds between two reads of the ledger of a driver that is to be killed."""

@@ -19,10 +19,10 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile, with_engine
 from tailrace.app.summary import summarise
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.stored_groups import stored_groups
+from tailrace.app.train.train_config import TrainConfig
 from tailrace.deployments.messages.rollout import GroupResult
 from tailrace.deployments.replica_count import fixed
 from tailrace.lab.training_certificate.comparison import first_difference

@@ -19,7 +19,7 @@ from tailrace.app.config import ServeFile
 from tailrace.app.summary import summarise
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.deployments.messages.status import PoolView
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.verification.runs import chunked
 from tailrace.lab.verification.tokens import REPORTED_S, compare
 from tailrace.policies.families.registry import Policies

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tailrace.app.config import Application, ServeFile
 from tailrace.app.deployment_settings import UserConfig
-from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions
+from tailrace.app.gateway.gateway_config import GatewayApplication, GatewayConfig, HttpOptions
 from tailrace.app.model import perturbed, resolve_model
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.replica_count import Replicas, fixed
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.programs import free_port

@@ -11,7 +11,7 @@ from waiting import until
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config, with_engine
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 
 PROMPT = (5, 300, 7, 41)
 TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}

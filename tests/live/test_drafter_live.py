@@ -19,7 +19,7 @@ from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.coordinator.journal import read_journal, replay
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.lab.benchmarks.drafting.decoupled import measure

@@ -15,7 +15,7 @@ ROOMS = {
     "engine loop": tuple(f"deployments/engine/{name}.py" for name in ("engine_loop", "suspects", "adapters")),
     "client": ("app/calls/*.py",),
     "gateway": ("app/gateway/*.py",),
-    "keys": tuple(f"kvpool/{name}.py" for name in ("keys", "block_check", "departures", "config", "store")),
+    "keys": tuple(f"kvpool/{name}.py" for name in ("keys", "block_check", "departures", "pool_config", "store")),
     "staging": ("deployments/staging/*.py",),
     "rewards": ("app/train/*rewards.py", "app/train/task.py", "app/trl/group_rewards.py"),
 }

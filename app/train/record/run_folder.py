@@ -7,11 +7,11 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile, output_folder
 from tailrace.app.strict_json import parse_object
-from tailrace.app.train.config import MAY_CHANGE, TrainConfig
 from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.sent_weights import SentWeights
+from tailrace.app.train.train_config import MAY_CHANGE, TrainConfig
 
 CONFIG, PICTURE_NAME = "config.json", "curve.png"
 ROWS = "ledger.jsonl", "held_out.jsonl", "weights.jsonl"

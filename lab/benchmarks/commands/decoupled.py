@@ -31,7 +31,7 @@ def command(drafter, prompts, samples, max_tokens, window, config, as_json):
     wanted = read_prompts(prompts, {"samples": 1, "max_tokens": max_tokens})
     from tailrace.app.model import resolve_model
     from tailrace.deployments.batches.prompts import Prompts
-    from tailrace.deployments.drafter.config import DrafterConfig
+    from tailrace.deployments.drafter.drafter_config import DrafterConfig
     from tailrace.deployments.messages.rollout import Rejected
     from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
     from tailrace.lab.benchmarks.drafting.decoupled import measure

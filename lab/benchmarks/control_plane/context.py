@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tailrace.app.cluster import LOOPBACK_ONLY
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE
 from tailrace.deployments.context.history import Answer, History
 from tailrace.deployments.context.live_groups import Packet, Want

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.keys import PREFIX
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.lab.benchmarks.control_plane.rpc_latency import spread_us
 from tailrace.lab.benchmarks.pool.pool_testbed import run, running_pool
 from tailrace.lab.benchmarks.pool.transport import expect, store_client

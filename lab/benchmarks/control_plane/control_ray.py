@@ -19,7 +19,7 @@ import numpy as np
 
 from tailrace.app.cluster import LOOPBACK_ONLY
 from tailrace.app.errors import Failed
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE
 from tailrace.deployments.context.live_groups import Packet, Want
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats

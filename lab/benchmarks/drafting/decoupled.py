@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from tailrace.app.errors import Failed
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftPlan

@@ -14,7 +14,7 @@ from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import Any
 
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.command import ResetCache
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig

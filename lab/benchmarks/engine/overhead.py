@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from tailrace.app.errors import Failed
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.lab.benchmarks.engine.overhead_engines import (
     HIT,
     KINDS,

@@ -19,7 +19,7 @@ from tailrace.deployments.messages.context import GroupRef, PastAnswer
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
-from tailrace.kvpool.config import PoolEndpoint
+from tailrace.kvpool.pool_config import PoolEndpoint
 from tailrace.lab.benchmarks.drafting.budgets import EarlierDrafts
 from tailrace.policies.families.drafting import FixedBudget
 from tailrace.policies.families.goodput import Goodput

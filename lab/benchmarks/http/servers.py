@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tailrace.app.config import GatewayApplication, HttpOptions, ServeFile, with_engine
 from tailrace.app.errors import Failed
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.deployments.replica_count import fixed
 
 START_S = 300.0

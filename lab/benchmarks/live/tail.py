@@ -25,7 +25,7 @@ from tailrace.app.files.history_import import HistoryImport
 from tailrace.app.summary import summarise
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.context.archive import Archive
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.prompt_files import EVERY
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ReplicasChanged

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.ledger import LedgerRow
+from tailrace.app.train.train_config import TrainConfig
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 from tailrace.lab.verification.runs import WHOLE
 from tailrace.policies.families.placement import FirstFit

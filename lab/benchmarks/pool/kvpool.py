@@ -18,7 +18,7 @@ from tailrace.app.errors import Failed
 from tailrace.app.model import resolve_model
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats, KvPlan
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.benchmarks.pool.heavy_model import heavy_model
 from tailrace.lab.benchmarks.pool.pool_testbed import (
     TestbedEngine,

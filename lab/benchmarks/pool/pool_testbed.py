@@ -22,9 +22,9 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, Engin
 from tailrace.deployments.messages.command import ResetCache
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.keys import NAME_BYTES
 from tailrace.kvpool.master import KvMaster
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.programs import free_port
 from tailrace.kvpool.status import PoolDown
 from tailrace.kvpool.store_node import KvStoreNode

@@ -17,7 +17,7 @@ import numpy as np
 from tailrace.app.model import resolve_model
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.benchmarks.pool.pool_testbed import (
     TestbedEngine,
     TestbedPool,

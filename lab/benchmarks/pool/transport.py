@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from tailrace.kvpool.config import BUFFER_MIB, PoolEndpoint
 from tailrace.kvpool.keys import PREFIX
+from tailrace.kvpool.pool_config import BUFFER_MIB, PoolEndpoint
 
 IN_FLIGHT = (1, 4, 16)
 BLOCKS = 64

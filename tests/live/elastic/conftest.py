@@ -4,7 +4,7 @@ import pytest
 
 from tailrace.app.cluster import service
 from tailrace.app.config import ELASTIC_CONFIG, ServeFile, load_config
-from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.replica_count import Replicas
 
 DRAFT_MODEL = DrafterConfig(model="demo", mode="coupled", patience_s=300.0, replicas=Replicas(min=0, max=1))

@@ -14,7 +14,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 
 KEPT = []

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tailrace.kvpool.block_check import CORRUPT, BlockCheck
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.counts import Counts
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.store import MAX_PIECES, PoolStore
 from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 from tailrace.lab.benchmarks.pool.transport import store_client

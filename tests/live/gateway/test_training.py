@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from live.trainers.test_run import TASK
 
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
 from tailrace.app.train.task import read_task
+from tailrace.app.train.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "trl_grpo.py"

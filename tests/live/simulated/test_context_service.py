@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from tailrace.deployments.context import actors
 from tailrace.deployments.context.actors import Shards, ensure_context
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import Answer, PastLength
 from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.service import CALL_S, ContextService

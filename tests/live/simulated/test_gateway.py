@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play as play_on
 from virtual_cluster import play_gateway
 
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.quotas import Quotas

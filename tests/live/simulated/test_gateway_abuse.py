@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tailrace.app.gateway import service
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.lab.fuzz.cluster import SimulatedCluster, SimulatedPrompts

@@ -8,9 +8,9 @@ import pytest
 from virtual_cluster import play as play_on
 
 from simulated.test_gateway import ChattingPrompts
-from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.edge.honoured import NEUTRAL
 from tailrace.app.gateway.edge.json_body import MAX_DEPTH
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.lab.fuzz.drivers import driver_client

@@ -14,7 +14,7 @@ import uvicorn
 from waiting import until
 
 from tailrace.app.gateway import service
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch

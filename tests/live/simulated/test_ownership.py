@@ -9,7 +9,7 @@ import httpx
 import pytest
 from virtual_cluster import play as play_on
 
-from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.messages.chunk import sample_key

@@ -17,8 +17,8 @@ from tailrace.deployments.staging.keeper import SlotKeeper, keep_slots, keepers
 from tailrace.deployments.staging.slots import MemorySource, Slots
 from tailrace.deployments.staging.stage import Stage
 from tailrace.kvpool import pool
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.pool import CALL_S, GONE_LOOKS, JOIN_S, LEASE_S, LOOK_S, NAMESPACE, master_name
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.status import MasterAnswer, PoolDown
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 

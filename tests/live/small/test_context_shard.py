@@ -12,8 +12,8 @@ from ray import serve
 from waiting import is_alive, until
 
 from tailrace.deployments.context.actors import ensure_context
-from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
+from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import Answer, prompt_key
 from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.service import ContextService

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from waiting import is_alive, until
 
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.kvpool.status import PoolDown
 
 pytestmark = pytest.mark.live

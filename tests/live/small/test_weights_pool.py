@@ -8,7 +8,7 @@ from tailrace.deployments.staging.pool_copy import key_of, pull
 from tailrace.deployments.staging.slots import MemorySource, Slots
 from tailrace.deployments.staging.stage import Stage
 from tailrace.deployments.staging.verified import Verifier
-from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool_config import PoolConfig
 
 pytestmark = pytest.mark.live
 

@@ -7,12 +7,12 @@ from live.trainers.stand_in import StandIn
 
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HELD_OUT_STEPS
 from tailrace.app.train.record.picture import draw
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
 from tailrace.app.train.task import read_task
+from tailrace.app.train.train_config import TrainConfig
 
 TASK = {"name": "chain_sum", "options": {"max_terms": 2, "max_digits": 1, "min_digits": 1}, "train": 12, "held_out": 3}
 TASK |= {"chat": False, "reward": "reward_functions:length"}

@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan, sample_key
 from tailrace.deployments.messages.rollout import SamplingParams
-from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 from tailrace.lab.benchmarks.gpu.measurements import Measurements
 from tailrace.lab.benchmarks.gpu.steps.ours import started
 
