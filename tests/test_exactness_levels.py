@@ -22,7 +22,9 @@ def test_a_cpu_has_bits_and_v1_and_a_gpu_law_and_v2():
     cpu, gpu = config(device="cpu"), config()
     assert (cpu.exactness, cpu.model_runner, gpu.exactness, gpu.model_runner) == ("bits", "v1", "law", "v2")
     assert config(draft={"method": "suffix"}).model_runner == "v1"  # V2 has no such drafts
-    assert config(device="cpu", exactness="law", dtype="bfloat16").exactness == "law"
+    assert config(device="cpu", dtype="bfloat16").exactness == config(device="cpu", dtype="float16").exactness == "law"
+    with pytest.raises(ValidationError, match=r"in bfloat16 a CPU's tokens depend on the batch; write law, or dtype"):
+        config(device="cpu", exactness="bits", dtype="bfloat16")
 
 
 def test_law_leaves_kernels_and_attention_to_vllm():

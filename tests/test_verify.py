@@ -223,5 +223,7 @@ def test_redraws_are_no_run_at_law():
     file = load_config(DEFAULT_CONFIG)
     engine = _at_level(file, "law", "bfloat16").application.args.engine
     assert (engine.exactness, engine.dtype) == ("law", "bfloat16") and _at_level(file, None, None) is file
+    with pytest.raises(BadInput, match="exactness: in bfloat16 a CPU's tokens depend on the batch; write law"):
+        _at_level(file, None, "bfloat16")
     with pytest.raises(BadInput, match="redraw_close_calls: at exactness law"):
         _at_level(with_engine(file, {"redraw_close_calls": True}), "law", None)

@@ -41,10 +41,12 @@ BLOCK_TOKENS = {"cpu": 32, "gpu": 16}
 """Tokens per KV block, by device: with 32, a pull from the pool on a CPU has half as many pieces; 16 is vLLM's own."""
 
 
-EXACTNESS: dict[str, Exactness] = {"cpu": "bits", "gpu": "law"}
-"""Level by device: batch-invariant kernels took 31 to 58 % of a GPU's tokens a second in others' measurements; on a CPU
-float32 is exact and costs nothing (docs/exactness.md).
-"""
+def usual_level(given: dict[str, Any]) -> Exactness:
+    """Returns the level for these settings: bits for float32 on a CPU, which costs nothing there, else law.
+
+    Batch-invariant kernels took 31 to 58 % of a GPU's tokens a second in others' measurements (docs/exactness.md).
+    """
+    return "bits" if given.get("device") == "cpu" and given.get("dtype") == "float32" else "law"
 
 
 def usual_runner(given: dict[str, Any]) -> str:
@@ -114,10 +116,10 @@ class EngineConfig(BaseModel):
     model: str = Field(description="a local Hugging Face folder, at the same path on every node; or demo")
     device: Literal["cpu", "gpu"] = Field("cpu", description="what the engine runs on")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="type of weights and KV; on a CPU float32 alone is exact: docs/exactness.md"
+        "float32", description="type of weights and KV; on a CPU float32 alone can have bits: docs/exactness.md"
     )
     exactness: Exactness = Field(
-        default_factory=lambda given: EXACTNESS[given.get("device", "cpu")],
+        default_factory=usual_level,
         description="law: the fastest kernels; bits: a second run has the same tokens; docs/exactness.md",
     )
     max_model_len: int = Field(4096, ge=16, description="longest prompt plus answer, in tokens")
@@ -169,6 +171,10 @@ class EngineConfig(BaseModel):
             )
         if self.exactness == "bits" and self.device == "gpu":
             check_invariant(self.vllm_args)
+        if self.exactness == "bits" and self.device == "cpu" and self.dtype != "float32":
+            raise KeyedError(
+                "exactness", f"in {self.dtype} a CPU's tokens depend on the batch; write law, or dtype: float32"
+            )
         return self
 
     @model_validator(mode="after")
