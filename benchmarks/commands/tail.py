@@ -8,7 +8,7 @@ import click
 from tailrace.app.config import ELASTIC_CONFIG, load_config
 from tailrace.app.errors import BadInput
 
-SHARES = "ratio_to_static", "ratio_to_routed", "ratio_to_routed_suffix", "bound_share"
+SHARES = "ratio_to_static", "ratio_to_routed", "ratio_to_routed_suffix", "bound_share", "reachable_share"
 
 
 @click.command("tail")
@@ -85,7 +85,7 @@ def _print(result: dict) -> None:
 
     table = Table(title="the tail, seconds", box=SIMPLE, padding=0)
     seconds = ("makespan", "tail", "evened", "simu-\nlated", "replica-s", "given\nback")
-    for column in ("run", *seconds, "to\nstatic", "to\nrouted", "with\nsuffix", "of the\nbound"):
+    for column in ("run", *seconds, "to\nstatic", "to\nrouted", "with\nsuffix", "of the\nbound", "work +\nlongest"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in result["runs"].items():
         evened_s, simulated_s = result["evened_s"].get(name), result["simulated"].get(name, {}).get("makespan_s")

@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.drafting.ladder import USUAL as ACCEPTED
+from benchmarks.live.calibrate import workload
 from benchmarks.live.medians import middle
 from benchmarks.live.probes import Probes, engines, pooled
-from benchmarks.live.tail_simulated import least_s, quickest, simulated
+from benchmarks.live.tail_simulated import least, quickest, simulated
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile, with_engine
@@ -33,6 +34,7 @@ from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.shard_set import EVERY
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ReplicasChanged
+from tailrace.lab.simulator.bounds import reachable_s
 from tailrace.lab.simulator.types import Cluster
 from tailrace.lab.verification.runs import GROUP, WHOLE, drafts
 from tailrace.lab.verification.services import Engine, Service
@@ -109,7 +111,8 @@ def measure(
 
     `simulated`: the same without noise, of those that a replay can tell apart, so none with draft models. `evened_s`:
     makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's lower bound
-    at the quickest steps that probes found here, and at the acceptance of that run, over its makespan.
+    at the quickest steps that probes found here, and at the acceptance of that run, over its makespan;
+    `reachable_share`: the same of work + longest, what is reachable without knowledge of who is long.
     """
     replicas = file.application.args.replicas.max
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
@@ -122,7 +125,10 @@ def measure(
             with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
                 runs[name] = asyncio.run(_suffix(client, name, replay, replicas, say))
     cluster = Cluster(quickest(probes), replicas, replicas)
-    bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
+    work = workload(replay.groups).steps[0]
+    found = {name: least(run["accepted_share"], work, cluster) for name, run in runs.items()}
+    bound_s = {name: one["best_s"] for name, one in found.items()}
+    reach_s = {name: reachable_s(one) for name, one in found.items()}
     replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
     draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
     may_be = file.application.args.replicas
@@ -135,8 +141,10 @@ def measure(
         "ratio_to_routed_suffix": ratios(runs, "routed_suffix"),
         "simulated": simulated(replay.groups, replay.earlier, models, limits, draws, say),
         "evened_s": evened({name: run for name, run in runs.items() if name in TAILS}),
-        "bound_s": bound_s,
+        "bound_s": {name: round(seconds, 3) for name, seconds in bound_s.items()},
         "bound_share": {name: round(bound_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
+        "reachable_s": {name: round(seconds, 3) for name, seconds in reach_s.items()},
+        "reachable_share": {name: round(reach_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
     }
 
 
