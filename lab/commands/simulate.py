@@ -81,7 +81,7 @@ def run(
     if trace is None and (cluster is not None or acceptance == "replay"):
         given = "--cluster" if cluster is not None else "--acceptance replay"
         raise BadInput(f"{given}: for recorded rollouts only; give one by --workload FILE.jsonl, or leave it out")
-    scenario = _scenario(workload) if trace is None else _scenario(cluster or TRACE_CLUSTER, "--cluster")
+    scenario = load_setup(workload) if trace is None else load_setup(cluster or TRACE_CLUSTER, "--cluster")
     if listing:
         _list(scenario, extra, as_json)
         return
@@ -106,7 +106,8 @@ def run(
         _print(result, account)
 
 
-def _scenario(name: str, option: str = "--workload"):
+def load_setup(name: str, option: str = "--workload"):
+    """Loads a scenario by name or path. Raises BadInput that names the option."""
     from tailrace.lab.simulator.scenario import load_scenario
 
     try:
@@ -124,6 +125,12 @@ def _papers(scenario, steps: int) -> Callable:
 
 def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str) -> Callable:
     """Returns a function that returns the same set-up for every seed: nothing of the workload is drawn."""
+    setup = trace_setup(trace, scenario, scale, tokenizer, acceptance)
+    return lambda seed: setup
+
+
+def trace_setup(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str):
+    """Reads the first `scale` of a trace's prompts onto the set-up's cluster. Raises BadInput."""
     from tailrace.app.files.traces import read_trace
 
     lines = read_trace(trace)
@@ -135,8 +142,7 @@ def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str
 
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
     found = of_trace(lines, encode, scenario.samples.value, scenario.max_tokens.value)
-    setup = TraceSetup.of(scenario, trace.name.split(".")[0], found, acceptance == "replay")
-    return lambda seed: setup
+    return TraceSetup.of(scenario, trace.name.split(".")[0], found, acceptance == "replay")
 
 
 def _systems(compare: str, config: Path, extra: ExtraSystems) -> dict:
