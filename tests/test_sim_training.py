@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -42,7 +43,7 @@ def ran(name: str, seed: int = 0, kv: str = "fresh", staleness: int = 2) -> Trai
 @pytest.mark.parametrize("name", MODES)
 def test_every_sample_of_every_step_ends_once_with_its_own_length_and_is_trained_on(name):
     host = ran(name)
-    work = training_workload(small(), 0, STEPS, FIGURES.epoch_steps.value)
+    work = training_workload(small(), 0, STEPS, FIGURES.epoch_steps.value, MODES[name].by_length)
     truth = {
         (step, f"{group.group_id}#{i}"): tokens
         for step, groups in enumerate(work.steps)
@@ -54,6 +55,18 @@ def test_every_sample_of_every_step_ends_once_with_its_own_length_and_is_trained
     assert made == truth
     assert len(host.published_s) == STEPS and host.published_s == sorted(host.published_s)
     assert all(done > rolled for done, rolled in zip(host.published_s, host.rolled_s, strict=True))
+
+
+def test_by_length_an_epoch_has_the_same_prompts_in_steps_of_like_length():
+    plain, ordered = (training_workload(small(), 0, 8, 4, by_length) for by_length in (False, True))
+    for first in (0, 4):
+        both = [{group.group_id: group for step in work.steps[first : first + 4] for group in step}
+                for work in (plain, ordered)]  # fmt: skip
+        assert both[0] == both[1] and len(both[1]) == 4 * 8
+    longest = [[max(group.past_lengths[0]) for group in step] for step in ordered.steps]
+    runs = sorted((min(step), max(step)) for step in longest[:4])
+    assert all(before[1] <= after[0] for before, after in pairwise(runs)), "the runs of a sorted epoch"
+    assert longest[:4] != sorted(longest[:4])
 
 
 @pytest.mark.parametrize("name", MODES)
