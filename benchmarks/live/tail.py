@@ -1,5 +1,5 @@
 """What becomes of the tail: every tail policy on real replicas, beside static groups, samples that are sent whole to
-the replica with fewest in flight, and both with vLLM's suffix drafts.
+the replica with fewest in flight, the latter also with our drafts, and both with vLLM's suffix drafts.
 
 All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
 forgotten. Orders that draw do so alike within a turn, and again in the next: when the longest sample starts is luck.
@@ -50,6 +50,9 @@ ROUTED = STATIC | {"ordering": "fcfs", "placement": "round_robin"}
 """Today's trainers (verl's agent loop, prime-rl). All samples are sent at once, or one where another has ended: the one
 after the other is the replica with fewest in flight, or the only one with a place."""
 
+GROUPED = "routed_group"
+"""Run like `routed` with our own drafts, those of the configuration: what is left to others is chunks and moves."""
+
 RACE = {"type": "fastest_of_n"}
 RUNGS = (*USUAL, *(MethodProfile(name, USUAL[0].curve, (ACCEPTED[name],)) for name in ("history", "ngram")))
 """For copies that draft from parts of the index, where there is no draft model."""
@@ -68,7 +71,7 @@ races only where there is one: parts of the index are not expected to bring more
 WITH_SUFFIX = {"static_suffix": STATIC, "routed_suffix": ROUTED}
 """Runs whose drafts are vLLM's suffix, each on a service of its own."""
 
-NAMES = ("static", "routed", "seer", *TAILS, *WITH_SUFFIX)
+NAMES = ("static", "routed", GROUPED, "seer", *TAILS, *WITH_SUFFIX)
 """Of all runs."""
 
 SETTLED_S = 5.0
@@ -137,6 +140,7 @@ def measure(
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),
         "ratio_to_routed": ratios(runs, "routed"),
+        "ratio_to_routed_group": ratios(runs, GROUPED),
         "ratio_to_suffix": ratios(runs, "static_suffix"),
         "ratio_to_routed_suffix": ratios(runs, "routed_suffix"),
         "simulated": simulated(replay.groups, replay.earlier, models, limits, draws, say),
@@ -149,11 +153,15 @@ def measure(
 
 
 def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
-    """The two baselines, Seer's order in chunks, and the configured policies with every choice for the tail."""
+    """The two baselines, the second also with the configured drafts, Seer's order in chunks, and the configured
+    policies with every choice for the tail.
+    """
     configured = file.application.policies.model_dump()
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
-    found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED), "seer": Policies(**seer)}
+    found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED)}
+    drafting = {key: configured[key] for key in ("drafting", "lengths")}  # which samples are late in their step
+    found |= {GROUPED: Policies(**(ROUTED | drafting)), "seer": Policies(**seer)}
     found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
     drafter = file.application.args.drafter
     if drafter is None or not drafter.replicas.come_and_go:
