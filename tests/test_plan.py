@@ -12,8 +12,9 @@ from tailrace.app.errors import BadInput
 from tailrace.lab.commands.plan import MOST_DRAFTS, command
 from tailrace.lab.simulator.bounds import bounds, reachable_s
 from tailrace.lab.simulator.hardware import MODELS, REDUCE_S, replica_model
-from tailrace.lab.simulator.parallelism import Parallelism, best, own_way, replica_of, way, ways_of
+from tailrace.lab.simulator.parallelism import Parallelism, parallelisms_of, replica_of
 from tailrace.lab.simulator.planned_service import MARK, planned_file
+from tailrace.lab.simulator.priced_parallelism import best, own_size, priced
 from tailrace.lab.simulator.scenario import Known, load_scenario, scenario_names
 from tailrace.lab.simulator.systems import Setup, system
 from tailrace.policies.families.goodput import Goodput
@@ -21,9 +22,9 @@ from tailrace.policies.families.goodput import Goodput
 
 def planned(scenario, seeds: int = 1):
     draws = [scenario.workload(seed).steps[0] for seed in range(seeds)]
-    divided = ways_of(scenario.model.value, scenario.gpus.value, scenario.gpus_per_node.value)
+    divided = parallelisms_of(scenario.model.value, scenario.gpus.value, scenario.gpus_per_node.value)
     acceptance = scenario.drafting()[0].acceptance
-    return [way(scenario.gpu.value, scenario.model.value, one, draws, acceptance, MOST_DRAFTS) for one in divided]
+    return [priced(scenario.gpu.value, scenario.model.value, one, draws, acceptance, MOST_DRAFTS) for one in divided]
 
 
 def asked(*arguments: str) -> dict:
@@ -35,7 +36,7 @@ def asked(*arguments: str) -> dict:
 def test_ways_use_the_gpus_there_are(name):
     scenario = load_scenario(name)
     gpus, node = scenario.gpus.value, scenario.gpus_per_node.value
-    ways = list(ways_of(scenario.model.value, gpus, node))
+    ways = list(parallelisms_of(scenario.model.value, gpus, node))
     assert len(set(ways)) == len(ways)
     for one in ways:
         assert 0 < one.replicas * one.gpus_per_replica <= gpus and one.tensor <= node
@@ -45,22 +46,22 @@ def test_ways_use_the_gpus_there_are(name):
 
 
 def test_a_number_of_gpus_that_is_no_power_of_two_is_a_way_too():
-    assert [one.gpus_per_replica for one in ways_of("Qwen3-14B", 6, 8)] == [1, 2, 4, 6]
-    assert [one.replicas for one in ways_of("Qwen3-14B", 6, 8)] == [6, 3, 1, 1]
+    assert [one.gpus_per_replica for one in parallelisms_of("Qwen3-14B", 6, 8)] == [1, 2, 4, 6]
+    assert [one.replicas for one in parallelisms_of("Qwen3-14B", 6, 8)] == [6, 3, 1, 1]
 
 
-def test_the_set_up_s_own_way_has_the_simulator_s_bounds():
+def test_the_set_up_s_own_size_has_the_simulator_s_bounds():
     scenario = load_scenario("das-7b-16k").scaled(0.125)
     run = Setup.of(scenario, 0).run("routed_drafts", system("routed_drafts"), 0)
-    own = own_way(planned(scenario), scenario.gpus_per_replica.value)
+    own = own_size(planned(scenario), scenario.gpus_per_replica.value)
     assert own.costs.total_s == pytest.approx(reachable_s(run.bounds))
     for key in ("work_s", "longest_s", "memory_s"):
         assert getattr(own.costs, key) == pytest.approx(run.bounds[key])
 
 
-def test_a_mixture_s_own_way_shares_experts_and_not_attention():
+def test_a_mixture_s_own_size_shares_experts_and_not_attention():
     scenario = load_scenario("kimi-k2").scaled(0.125)
-    assert own_way(planned(scenario), 32).parallelism == Parallelism(1, 32, 1)
+    assert own_size(planned(scenario), 32).parallelism == Parallelism(1, 32, 1)
     assert replica_of("H800", "Kimi-K2", Parallelism(1, 32, 1)) == replica_model("H800", "Kimi-K2", 32)
 
 
@@ -68,7 +69,7 @@ def test_costs_are_means_over_draws():
     scenario = load_scenario("ppo-32b").scaled(1 / 64)
     one, other = (bounds(scenario.workload(seed).steps[0], _cluster(scenario)) for seed in range(2))
     draws = [scenario.workload(seed).steps[0] for seed in range(2)]
-    found = way("H800", "Qwen2.5-32B", Parallelism(4, 1, 1), draws, None, 0).costs
+    found = priced("H800", "Qwen2.5-32B", Parallelism(4, 1, 1), draws, None, 0).costs
     assert found.longest_s == pytest.approx((one["longest_s"] + other["longest_s"]) / 2)
     assert found.samples == 64 and found.running == 64
 

@@ -35,8 +35,8 @@ def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json)
     Seconds are lower bounds by work, by the longest sample and by memory; work + longest is what is reachable without
     knowledge of lengths, and the best way has the least. The file of --out has the best way that the service can run.
     """
-    from tailrace.lab.simulator.parallelism import best, own_way
     from tailrace.lab.simulator.planned_service import planned_file
+    from tailrace.lab.simulator.priced_parallelism import best, own_size
 
     file = OutputFile.of(out, "--out", PLANNED)
     scenario, draws = _workload(workload, cluster, tokenizer, seeds)
@@ -50,7 +50,7 @@ def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json)
         )
     if file is not None:
         file.write(planned_file(served, scenario))
-    own = own_way(ways, scenario.gpus_per_replica.value)
+    own = own_size(ways, scenario.gpus_per_replica.value)
     chosen = {"best": best(ways), "served": served, "own": own if own and own.costs else None}
     result = _result(scenario, ways, chosen, seeds)
     if as_json:
@@ -92,13 +92,14 @@ def _ways(scenario, draws: Sequence):
     from rich.console import Console
     from rich.progress import Progress
 
-    from tailrace.lab.simulator.parallelism import way, ways_of
+    from tailrace.lab.simulator.parallelism import parallelisms_of
+    from tailrace.lab.simulator.priced_parallelism import priced
 
     model, gpu, acceptance = scenario.model.value, scenario.gpu.value, scenario.drafting()[0].acceptance
-    divided = list(ways_of(model, scenario.gpus.value, scenario.gpus_per_node.value))
+    divided = list(parallelisms_of(model, scenario.gpus.value, scenario.gpus_per_node.value))
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        return [way(gpu, model, each, draws, acceptance, MOST_DRAFTS) for each in bar.track(divided)]
+        return [priced(gpu, model, each, draws, acceptance, MOST_DRAFTS) for each in bar.track(divided)]
 
 
 def _result(scenario, ways: Sequence, chosen: dict, seeds: int) -> dict:

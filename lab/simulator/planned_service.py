@@ -9,7 +9,7 @@ import yaml
 
 from tailrace.app.config import ServeFile
 from tailrace.lab.simulator.hardware import MAX_RUNNING, MODELS
-from tailrace.lab.simulator.parallelism import Way
+from tailrace.lab.simulator.priced_parallelism import PricedParallelism
 from tailrace.lab.simulator.scenario import Scenario
 
 MARK = "# Made by `tailrace plan`"
@@ -59,7 +59,7 @@ applications:
 EXPERTS = "        vllm_args: {enable_expert_parallel: true}\n"
 
 
-def planned_file(way: Way, scenario: Scenario) -> str:
+def planned_file(way: PricedParallelism, scenario: Scenario) -> str:
     """Returns the text for a way that the service can run. `scenario`: the workload, on the GPUs of the plan.
 
     Raises ValueError for a way that does not fit or that no replica of the service can be.
