@@ -23,6 +23,7 @@ COMMANDS = {
     "history": "Import, list and forget the answers of earlier epochs.",
     "logs": "Show all that a service knows of a sample or batch.",
     "model": "Make the demo model (SmolLM2-135M-Instruct).",
+    "plan": "Say which parallelism to run on some GPUs, by the step model.",
     "policies": "List policy families, their members and knobs.",
     "pool": "Show, drain, verify and disturb the shared KV pool.",
     "profile": "Time the steps of the configured engine on this machine.",
@@ -41,7 +42,7 @@ COMMANDS = {
 
 
 VIEWS = "logs", "status", "top"
-LAB = "board", "compare", "demo", "fuzz", "pool", "simulate", "simulate-training", "soak", "timeline", "verify"
+LAB = "board", "compare", "demo", "fuzz", "plan", "pool", "simulate", "simulate-training", "soak", "timeline", "verify"
 PLACES = dict.fromkeys(VIEWS, "app/commands/views") | dict.fromkeys(LAB, "lab/commands")
 PLACES["bench"] = "lab/benchmarks/commands"
 """Folders of the commands that show a service, and of those that simulate, check or draw; the others are in

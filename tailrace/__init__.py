@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tailrace.app.calls.client import RolloutClient
+    from tailrace.app.calls.length_order import LengthOrder
     from tailrace.app.calls.refused import AdapterRejected, RolloutRejected, UnknownAdapter, WeightsRejected
     from tailrace.app.cluster import connect
     from tailrace.app.trl.async_rollouts import AsyncRollouts
@@ -31,6 +32,7 @@ _HOMES = {
     "saved_weights": "tailrace.app.weights.saved",
     "AdapterRejected": "tailrace.app.calls.refused",
     "UnknownAdapter": "tailrace.app.calls.refused",
+    "LengthOrder": "tailrace.app.calls.length_order",
     "RolloutClient": "tailrace.app.calls.client",
     "RolloutRejected": "tailrace.app.calls.refused",
     "WeightsRejected": "tailrace.app.calls.refused",
@@ -48,6 +50,7 @@ __all__ = [
     "AsyncWeights",
     "ChatMessage",
     "GroupResult",
+    "LengthOrder",
     "PromptGroup",
     "RolloutBatch",
     "RolloutClient",

@@ -59,8 +59,11 @@ def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
     runs = named(file, configured.chunking.chunk_tokens)
     assert named(file, 7)["auto"].chunking.chunk_tokens == 7 and runs["static"].chunking.chunk_tokens is None
     ours = [name for name in TAILS if name != "draft"]
-    assert list(runs) == ["static", "routed", "seer", *ours]
+    assert list(runs) == ["static", "routed", "routed_group", "seer", *ours]
     assert runs["routed"].chunking.chunk_tokens is None and runs["routed"].ordering.type == "fcfs"
+    grouped = runs["routed_group"].model_copy(update={"drafting": runs["routed"].drafting})
+    assert grouped.model_copy(update={"lengths": runs["routed"].lengths}) == runs["routed"]
+    assert runs["routed_group"].drafting == configured.drafting and configured.drafting.max_draft_tokens
     for name in ours:
         kept = runs[name].model_copy(update={"tail": configured.tail, "racing": configured.racing})
         assert kept == configured
@@ -76,7 +79,7 @@ def test_draft_models_have_the_place_of_what_went_where_there_may_be_some():
     application = data["applications"][0]
     application["args"]["drafter"] = {"model": "demo", "replicas": {"min": 0, "max": 1}}
     runs = named(ServeFile.model_validate(data), 7)
-    assert list(runs) == ["static", "routed", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
+    assert list(runs) == ["static", "routed", "routed_group", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
 
 
 def test_orders_draw_alike_within_a_turn_and_anew_in_the_next():
@@ -159,6 +162,8 @@ def test_runs_are_simulated_without_noise_and_with_the_earlier_answers(few_draws
     assert all(len(run["all_makespan_s"]) == DRAWS for run in first.values())
     assert first["hold"]["returned_replica_s"] == 0 < first["auto"]["returned_replica_s"]
     assert first["hold"]["makespan_s"] < first["seer"]["makespan_s"], "drafts"
+    assert first["routed_group"]["makespan_s"] < first["routed"]["makespan_s"], "drafts, without chunks"
+    assert all(0 < run["bound_share"] < run["reachable_share"] for run in first.values())
     other = prompt_groups(((40, 50), (45, 60), (60, 30)), 7)
     without = simulated(groups, other, (MODEL, MODEL), Limits(1, 2), {"hold": named_of["hold"]}, said.append)
     assert first["hold"]["makespan_s"] < without["hold"]["makespan_s"], "who has been told the answers drafts better"
@@ -185,7 +190,9 @@ def test_a_trace_with_one_checkpoint_is_refused_by_name(tmp_path):
         command.main(["--trace", str(path)], standalone_mode=False)
 
 
-@pytest.mark.parametrize(("name", "said"), [("haul", "known: static, routed, seer"), ("draft", "no drafter with two")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("haul", "known: static, routed, routed_group, seer"), ("draft", "no drafter with two")]
+)
 def test_a_run_that_cannot_be_is_refused_by_name(tmp_path, name, said):
     path = tmp_path / "trace.jsonl"
     told = [{"policy_step": step, "samples": [{"text": "b"}]} for step in (4, 5)]

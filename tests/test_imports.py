@@ -193,9 +193,10 @@ def environment_uses(tree: ast.Module) -> list[str]:
 
 
 def beyond_the_simulator(name: str) -> set[str]:
-    """Imports that a file of the simulator must not have."""
+    """Imports that a file of the simulator must not have. A driver's order of prompts is pure, and is simulated too."""
     found = ours_of(tree_of(name)) | {each for each in imports_of(tree_of(name)) if each.split(".")[0] in HEAVY}
-    allowed = re.compile(r"(policies|app\.config|app\.strict_yaml|lab\.simulator|lab\.simulated_training)\b")
+    app = r"app\.(config|strict_yaml|calls\.length_order)"
+    allowed = re.compile(rf"(policies|{app}|lab\.simulator|lab\.simulated_training)\b")
     return {each for each in found if not allowed.match(each)}
 
 

@@ -8,7 +8,16 @@ from sim_runs import make_run
 
 from tailrace.app.errors import BadInput
 from tailrace.lab.commands.compare import command
-from tailrace.lab.simulator.report import compare, ratios, rows, summary
+from tailrace.lab.report.simulation_page import page
+from tailrace.lab.simulator.report import (
+    CLAIRVOYANT,
+    account_rows,
+    compare,
+    number,
+    ratios,
+    rows,
+    summary,
+)
 from tailrace.lab.simulator.types import Ended, Moment, SimulatedRun, Span
 
 SEEDS = range(3)
@@ -67,6 +76,30 @@ def test_acceptance_and_bounds():
     assert one["accepted"] < one["drafted"]
     assert one["bound_share"] == pytest.approx(one["bounds"]["best_s"] / one["makespan_s"], rel=1e-5)
     assert 0 < one["bound_share"] <= 1
+
+
+def test_work_and_longest_are_reported_beside_the_bound():
+    one = summary(make_run("longest", drafts=1.5))
+    assert one["reachable_s"] == pytest.approx(one["bounds"]["work_s"] + one["bounds"]["longest_s"], rel=1e-5)
+    assert one["reachable_share"] == pytest.approx(one["reachable_s"] / one["makespan_s"], rel=1e-5)
+    assert one["reachable_share"] > one["bound_share"]
+    assert "of work + longest" in rows(compare(systems(), "static"))[0]
+    compared = compare(systems(), "static")
+    assert account_rows(compared)[1][-1] == number(compared["mean"]["static"]["reachable_s"])
+
+
+def test_a_share_of_the_clairvoyant_is_of_the_same_seed_and_only_where_it_runs():
+    assert "clairvoyant_share" not in compare(systems(), "static")
+    assert "of clairvoyant" not in rows(compare(systems(), "static"))[0]
+    runs = systems() | {CLAIRVOYANT: [make_run("longest", seed, drafts=2.0) for seed in SEEDS]}
+    compared = compare(runs, "static")
+    each = [b.makespan_s / a.makespan_s for a, b in zip(runs["longest"], runs[CLAIRVOYANT], strict=True)]
+    assert compared["clairvoyant_share"]["longest"][1:] == pytest.approx([min(each), max(each)], rel=1e-5)
+    assert compared["clairvoyant_share"][CLAIRVOYANT] == [1.0, 1.0, 1.0]
+    heads, *body = rows(compared)
+    assert {len(row) for row in body} == {len(heads)}
+    assert body[-1][heads.index("of clairvoyant")] == "100 %"
+    assert "of what true lengths allow" in page("a page", {name: of[0] for name, of in runs.items()}, compared, [])
 
 
 def test_ratios_are_taken_seed_by_seed():

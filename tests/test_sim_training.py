@@ -2,7 +2,9 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -16,6 +18,8 @@ from tailrace.lab.simulated_training.report import training_summary
 from tailrace.lab.simulated_training.run import figures_of, gpus_of, host_of, train_run
 from tailrace.lab.simulated_training.steps import training_workload
 from tailrace.lab.simulator.scenario import Known, load_scenario
+from tailrace.lab.simulator.systems import Setup, system
+from tailrace.lab.simulator.types import Workload
 
 STEPS = 4
 FIGURES = TrainingFigures()
@@ -42,7 +46,7 @@ def ran(name: str, seed: int = 0, kv: str = "fresh", staleness: int = 2) -> Trai
 @pytest.mark.parametrize("name", MODES)
 def test_every_sample_of_every_step_ends_once_with_its_own_length_and_is_trained_on(name):
     host = ran(name)
-    work = training_workload(small(), 0, STEPS, FIGURES.epoch_steps.value)
+    work = training_workload(small(), 0, STEPS, FIGURES.epoch_steps.value, MODES[name].by_length)
     truth = {
         (step, f"{group.group_id}#{i}"): tokens
         for step, groups in enumerate(work.steps)
@@ -54,6 +58,29 @@ def test_every_sample_of_every_step_ends_once_with_its_own_length_and_is_trained
     assert made == truth
     assert len(host.published_s) == STEPS and host.published_s == sorted(host.published_s)
     assert all(done > rolled for done, rolled in zip(host.published_s, host.rolled_s, strict=True))
+
+
+def test_by_length_an_epoch_has_the_same_prompts_in_steps_of_like_length():
+    plain, ordered = (training_workload(small(), 0, 8, 4, by_length) for by_length in (False, True))
+    for first in (0, 4):
+        both = [{group.group_id: group for step in work.steps[first : first + 4] for group in step}
+                for work in (plain, ordered)]  # fmt: skip
+        assert both[0] == both[1] and len(both[1]) == 4 * 8
+    longest = [[max(group.past_lengths[0]) for group in step] for step in ordered.steps]
+    runs = sorted((min(step), max(step)) for step in longest[:4])
+    assert all(before[1] <= after[0] for before, after in pairwise(runs)), "the runs of a sorted epoch"
+    assert longest[:4] != sorted(longest[:4])
+
+
+def test_rollouts_by_length_take_less_time_where_history_tells_lengths():
+    """An epoch of four steps on an eighth of RhymeRL's cluster, samples whole, with our drafts."""
+    scenario = load_scenario("rhyme-14b-16k").scaled(0.125)
+    total_s = [0.0, 0.0]
+    for by_length in (False, True):
+        for step in training_workload(scenario, 0, 4, 4, by_length).steps:
+            setup = replace(Setup.of(scenario, 0), workload=Workload("w", scenario.max_tokens.value, (step,)))
+            total_s[by_length] += setup.run("routed_drafts", system("routed_drafts"), 0).makespan_s
+    assert total_s[0] > 1.08 * total_s[1], total_s
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -1,5 +1,7 @@
 """Files of the learner: configuration, rows, stored groups, the folder of a run."""
 
+import json
+
 import pytest
 from pydantic import BaseModel
 
@@ -59,6 +61,17 @@ def test_a_folder_takes_one_run_whose_length_may_change(tmp_path):
     RunFolder(tmp_path / "run", config_of(tmp_path, SMALL.replace("3", "9")))
     with pytest.raises(BadInput, match="it holds a run with learning_rate"):
         RunFolder(tmp_path / "run", config_of(tmp_path, SMALL + "learning_rate: 0.5\n"))
+
+
+def test_a_run_of_before_there_was_an_order_continues_by_shuffle(tmp_path):
+    RunFolder(tmp_path / "run", config_of(tmp_path))
+    file = tmp_path / "run" / "config.json"
+    kept = json.loads(file.read_text())
+    assert kept.pop("order") == "shuffle"
+    file.write_text(json.dumps(kept))
+    with pytest.raises(BadInput, match="it holds a run with order: 'shuffle', not 'by_length'"):
+        RunFolder(tmp_path / "run", config_of(tmp_path, SMALL + "order: by_length\n"))
+    RunFolder(tmp_path / "run", config_of(tmp_path))
 
 
 def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path):

@@ -31,6 +31,43 @@ def test_epochs_and_seeds_have_other_orders():
     assert len({order.of(0), order.of(1), other.of(0)}) == 3
 
 
+@given(count=st.integers(1, 12), groups=st.integers(1, 5), seed=st.integers(0, 3), ahead=st.integers(0, 2))
+def test_by_length_too_an_epoch_has_every_question_once(count, groups, seed, ahead):
+    asked = []
+
+    def longest(steps):
+        asked.append(steps)
+        return {f"q{number}": (7 * number) % 5 for number in range(min(count, steps * groups))}
+
+    order = QuestionOrder(questions(count), groups, seed, longest, ahead)
+    taken = []
+    for step in range(3 * count):
+        asked.clear()
+        taken += [question.question_id for question in order.of(step)]
+        assert all(steps <= max(0, step - ahead) for steps in asked), "steps that had ended when it began"
+    for first in range(0, 3 * count, count):
+        assert sorted(taken[first : first + count]) == sorted(f"q{number}" for number in range(count))
+    again = QuestionOrder(questions(count), groups, seed, longest, ahead)
+    assert again.of(2 * count - 1) == order.of(2 * count - 1), "a run that continues there has the same"
+
+
+def test_steps_by_length_have_questions_of_like_length_in_no_order_of_length():
+    lengths = {f"q{number}": number for number in range(40)}
+    order = QuestionOrder(questions(40), 4, 0, lambda steps: lengths if steps else {})
+    assert order.of(3) == QuestionOrder(questions(40), 4, 0).of(3), "nothing is known in the first epoch"
+    steps = [[lengths[question.question_id] for question in order.of(step)] for step in range(10, 20)]
+    assert all(max(step) - min(step) == 3 for step in steps)
+    firsts = [min(step) for step in steps]
+    assert firsts != sorted(firsts) and firsts != sorted(firsts, reverse=True)
+    assert any(step != sorted(step) for step in steps), "within a step they keep the shuffle's order"
+
+
+def test_a_step_of_two_epochs_has_the_short_questions_of_both():
+    lengths = {f"q{number}": number for number in range(10)}
+    order = QuestionOrder(questions(10), 4, 0, lambda steps: lengths)
+    assert {question.question_id for question in order.of(2)} == {"q0", "q1"}
+
+
 def test_the_shortest_expected_group_is_first_and_unknown_ones_are_average():
     assert by_expected_length(["a", "b", "c", "new"], {"a": 9, "b": 1, "c": 9, "other": 1}) == (1, 3, 0, 2)
     assert by_expected_length(["a", "b"], {}) == (0, 1)

@@ -23,7 +23,7 @@ from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.gradients.freed_memory import keep_freed_memory
 from tailrace.app.train.gradients.gradient_order import by_expected_length
 from tailrace.app.train.group_trainer import GroupTrainer
-from tailrace.app.train.question_order import QuestionOrder
+from tailrace.app.train.question_order import QuestionOrder, QuestionOrderName
 from tailrace.app.train.record.accuracy import Accuracy, described
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.run_folder import RunFolder
@@ -78,7 +78,7 @@ class _Run:
     def __init__(self, *, client, config: TrainConfig, task: Task, folder: RunFolder, say, order: Order):
         self._client, self._config, self._task, self._folder = client, config, task, folder
         self._say, self._order_by = say, order
-        self._questions = lru_cache(maxsize=8)(QuestionOrder(task.train, config.groups, config.seed).of)
+        self._questions = lru_cache(maxsize=8)(self._question_order().of)
         torch.set_num_threads(config.trainer.threads)
         keep_freed_memory()
         model = str(resolve_model(config.model))
@@ -180,11 +180,22 @@ class _Run:
             for place, question in enumerate(self._questions(step))
         ]
 
+    def _question_order(self) -> QuestionOrder:
+        config = self._config
+        if config.order is QuestionOrderName.SHUFFLE:
+            return QuestionOrder(self._task.train, config.groups, config.seed)
+        ahead = lookahead_of(config.mode, config.max_staleness).ahead
+        return QuestionOrder(self._task.train, config.groups, config.seed, self._longest, ahead)
+
     def _order(self, step: int) -> tuple[int, ...]:
+        return self._order_by([question.question_id for question in self._questions(step)], self._longest(step))
+
+    def _longest(self, steps: int) -> dict[str, int]:
+        """Returns the tokens of each question's longest sample when it came last in the first `steps` steps."""
         longest: dict[str, int] = {}
-        for row in self._folder.ledger.rows[:step]:
+        for row in self._folder.ledger.rows[:steps]:
             longest |= row.longest
-        return self._order_by([question.question_id for question in self._questions(step)], longest)
+        return longest
 
     def _note_weights(self, step: int, loaded: WeightsLoaded) -> None:
         self._folder.sent.append(SentWeights(step=step, version=loaded.version, digest=loaded.digest))

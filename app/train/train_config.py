@@ -10,6 +10,7 @@ from tailrace.app.deployment_settings import StrictModel
 from tailrace.app.errors import BadInput
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.app.train.feed.modes import Mode
+from tailrace.app.train.question_order import QuestionOrderName
 from tailrace.app.train.task import TaskConfig
 from tailrace.app.train.trl_keys import DEFAULT_LOSS, LOSSES_OVER_ALL_TOKENS, checked
 from tailrace.deployments.messages.rollout import SamplingParams
@@ -49,6 +50,10 @@ class TrainConfig(StrictModel):
     sampling: SamplingParams = SamplingParams()
     mode: Mode = Field(Mode.OVERLAP, description="sync, overlap, one_step_off or bounded")
     max_staleness: int = Field(2, ge=1, description="of bounded: updates between a sample's begin and its use")
+    order: QuestionOrderName = Field(
+        QuestionOrderName.SHUFFLE,
+        description="shuffle, or by_length: from the second epoch on, a step's questions had answers of like length",
+    )
     learning_rate: float = Field(1e-6, gt=0)
     seed: int = Field(0, ge=0, description="of the order of questions and of every sample key")
     checkpoint_every: int = Field(10, ge=1, description="steps")

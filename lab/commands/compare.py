@@ -27,6 +27,7 @@ class Figures(BaseModel):
     replica_s: float | None
     idle_share: float | None
     bound_share: float | None
+    reachable_share: float | None = None
     acceptance_length: float | None
     moves: float
     preemptions: float

@@ -26,8 +26,8 @@ TRACES = (".jsonl", ".gz")
 TRACE_CLUSTER = "das-7b-16k"
 """Cluster for traces: one node, a replica on each GPU."""
 
-SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound")
-"""Columns of the table, which fit a terminal. All figures are in the JSON and on the page."""
+SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound", "of work + longest", "of clairvoyant")
+"""Columns of the table, which fit a terminal; the last is there with `clairvoyant`. The JSON and the page have all."""
 
 
 class ExtraSystems(NamedTuple):
@@ -81,7 +81,7 @@ def run(
     if trace is None and (cluster is not None or acceptance == "replay"):
         given = "--cluster" if cluster is not None else "--acceptance replay"
         raise BadInput(f"{given}: for recorded rollouts only; give one by --workload FILE.jsonl, or leave it out")
-    scenario = _scenario(workload) if trace is None else _scenario(cluster or TRACE_CLUSTER, "--cluster")
+    scenario = load_setup(workload) if trace is None else load_setup(cluster or TRACE_CLUSTER, "--cluster")
     if listing:
         _list(scenario, extra, as_json)
         return
@@ -106,7 +106,8 @@ def run(
         _print(result, account)
 
 
-def _scenario(name: str, option: str = "--workload"):
+def load_setup(name: str, option: str = "--workload"):
+    """Loads a scenario by name or path. Raises BadInput that names the option."""
     from tailrace.lab.simulator.scenario import load_scenario
 
     try:
@@ -124,6 +125,12 @@ def _papers(scenario, steps: int) -> Callable:
 
 def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str) -> Callable:
     """Returns a function that returns the same set-up for every seed: nothing of the workload is drawn."""
+    setup = trace_setup(trace, scenario, scale, tokenizer, acceptance)
+    return lambda seed: setup
+
+
+def trace_setup(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str):
+    """Reads the first `scale` of a trace's prompts onto the set-up's cluster. Raises BadInput."""
     from tailrace.app.files.traces import read_trace
 
     lines = read_trace(trace)
@@ -135,8 +142,7 @@ def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str
 
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
     found = of_trace(lines, encode, scenario.samples.value, scenario.max_tokens.value)
-    setup = TraceSetup.of(scenario, trace.name.split(".")[0], found, acceptance == "replay")
-    return lambda seed: setup
+    return TraceSetup.of(scenario, trace.name.split(".")[0], found, acceptance == "replay")
 
 
 def _systems(compare: str, config: Path, extra: ExtraSystems) -> dict:
@@ -255,11 +261,12 @@ def _print(result: dict, account: bool) -> None:
     from tailrace.lab.simulator.report import account_rows, rows
 
     console, table = Console(), rows(result)
-    shown = [table[0].index(name) for name in SHOWN]
+    shown = [table[0].index(name) for name in SHOWN if name in table[0]]
     title = f"{result['workload']}: against {result['baseline']}, {len(result['seeds'])} seed(s)"
     console.print(_table([[row[column] for column in shown] for row in table], title))
     if account:
-        console.print(_table(account_rows(result), "seconds of the sample that ended last, and the best bound"))
+        title = "seconds of the sample that ended last, and what bounds the makespan"
+        console.print(_table(account_rows(result), title))
     for key, claim in result["claims"].items():
         console.print(claim_line(key, claim, result), highlight=False)
 

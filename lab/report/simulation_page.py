@@ -10,7 +10,7 @@ from tailrace.lab.report.curves import acceptance, ended_share, last_of, over_mo
 from tailrace.lab.report.document import document, figure, interactive, legend, panel, table
 from tailrace.lab.report.span_columns import ROLES, drawable, held_share, longest_makespan_s, timelines
 from tailrace.lab.report.svg_charts import Bar, Colours, Reach, bars, colours_of, curves, histogram
-from tailrace.lab.simulator.report import TAIL_SHARE, compare, number, percent, rows
+from tailrace.lab.simulator.report import CLAIRVOYANT, TAIL_SHARE, compare, number, percent, rows
 from tailrace.lab.simulator.types import SimulatedRun, Span
 
 SECONDS = "seconds"
@@ -62,18 +62,26 @@ def _about(runs: Mapping[str, SimulatedRun], comparison: dict) -> str:
 
 
 def _headline(comparison: dict) -> str:
-    """Returns the headline: the system with the greatest throughput, against the baseline."""
+    """Returns the headline: the system with the greatest throughput, against the baseline. `clairvoyant`, which nobody
+    can run, is only what the others are measured by.
+    """
     baseline, mean = comparison["baseline"], comparison["mean"]
-    others = {name: ratio for name, ratio in comparison["throughput_ratio"].items() if name != baseline and ratio}
+    others = {name: ratio for name, ratio in comparison["throughput_ratio"].items() if ratio}
+    others = {name: ratio for name, ratio in others.items() if name not in (baseline, CLAIRVOYANT)}
     if not others:
         return f"<p class=headline><b>{number(mean[baseline]['makespan_s'])} s</b> {escape(baseline)}</p>"
     best = max(others, key=lambda name: others[name][0])
-    tail, bound = comparison["tail_ratio"][best], mean[best]["bound_share"]
+    tail, bound, reachable = comparison["tail_ratio"][best], mean[best]["bound_share"], mean[best]["reachable_share"]
+    known = (comparison.get("clairvoyant_share") or {}).get(best)
     words = [f"<b>{others[best][0]:.2f} ×</b> the throughput of {escape(baseline)}: {escape(best)}"]
     if tail:
         words.append(f"the tail {tail[0]:.2f} × shorter")
     if bound is not None:
         words.append(f"{percent(bound)} of the throughput that the lower bound allows")
+    if reachable is not None:
+        words.append(f"{percent(reachable)} of what work + longest allows without knowledge of lengths")
+    if known:
+        words.append(f"{percent(known[0])} of what true lengths allow")
     return f"<p class=headline>{', '.join(words)}</p>"
 
 

@@ -21,7 +21,8 @@ class TrainingMode:
     """`ahead`: steps that the rollout may be ahead of training. `streams`: gradients begin before the step has ended,
     in a fixed order. `rounds`: rollout and training begin together and wait for each other. `in_flight`: samples
     continue through updates. `own_update`: each replica loads weights by itself, between two of its steps. `late`:
-    rewards begin once the rollout has ended. `old_logprobs`: the trainer computes them again."""
+    rewards begin once the rollout has ended. `old_logprobs`: the trainer computes them again. `by_length`: a step's
+    prompts had answers of like length an epoch ago."""
 
     about: str
     system: System
@@ -33,6 +34,7 @@ class TrainingMode:
     own_update: bool = False
     late: bool = False
     old_logprobs: bool = False
+    by_length: bool = False
 
 
 TAILRACE, VERL = SYSTEMS["tailrace"], SYSTEMS["verl"]
@@ -47,7 +49,14 @@ MODES = {
     "verl_apart": TrainingMode(
         "as verl; training has GPUs of its own", VERL, True, late=True, old_logprobs=True
     ),
+    "verl_by_length": TrainingMode(
+        "as verl, with the prompts of each step of like length an epoch ago", VERL, False,
+        late=True, old_logprobs=True, by_length=True,
+    ),
     "sync": TrainingMode("rollout, rewards, training and weights in turn; all GPUs by turns", TAILRACE, False),
+    "sync_by_length": TrainingMode(
+        "as sync, with the prompts of each step of like length an epoch ago", TAILRACE, False, by_length=True
+    ),
     "overlap": TrainingMode("on-policy: gradients begin group by group in a fixed order", TAILRACE, True, streams=True),
     "one_step_off": TrainingMode(
         "the next step is rolled out while this one trains", TAILRACE, True, ahead=1, rounds=True

@@ -50,7 +50,7 @@ def host_of(
     model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
     replicas = rollout_gpus // scenario.gpus_per_replica.value
     cluster = Cluster(model, replicas, scenario.replicas_per_node)
-    workload = training_workload(scenario, seed, steps, figures.epoch_steps.value)
+    workload = training_workload(scenario, seed, steps, figures.epoch_steps.value, mode.by_length)
     costs = StepCosts.of(scenario, figures, scenario.gpus.value, mode.old_logprobs)
     policies = mode.system.bundle(scenario.chunk_tokens.value).model_copy(
         update={"kv_on_update": type(mode.system.bundle(1))(kv_on_update=kv_on_update).kv_on_update}

@@ -1,13 +1,14 @@
-"""Times that no schedule can beat, with any knowledge. Every makespan is reported with them.
+"""Times that no schedule can beat, with any knowledge, and the time that is reachable without any. Every makespan is
+reported with them.
 
-Each is a relaxation, so it holds for every policy that runs on `cluster`: an engine step takes StepModel.seconds of its
-tokens (1 + drafts, summed) and contexts, makes 1 + p + ... + p^w tokens on average of a sample with w drafts, and its
-batch fits max_running and the KV capacity. If tokens are drawn rather than expected, so are the times they bound.
-Drafting is free here; a group's prompt is computed at least once, by a replica that does nothing else meanwhile. Called
-with every simulation.
+Each bound is a relaxation, so it holds for every policy that runs on `cluster`: an engine step takes StepModel.seconds
+of its tokens (1 + drafts, summed) and contexts, makes 1 + p + ... + p^w tokens on average of a sample with w drafts,
+and its batch fits max_running and the KV capacity. If tokens are drawn rather than expected, so are the times they
+bound. Drafting is free here; a group's prompt is computed at least once, by a replica that does nothing else meanwhile.
+Called with every simulation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +88,17 @@ def bounds(
         "memory_s": float(samples.least_kv(model.step, alone).sum()) / (model.kv_capacity_tokens * replicas),
     }
     return {**found, "best_s": max(found.values())}
+
+
+def reachable_s(found: Mapping[str, float]) -> float | None:
+    """Returns work_s + longest_s of what `bounds` returns, or of sums of it over steps; None if one of them is missing.
+
+    It is not a bound. A schedule that cannot know who is long keeps replicas equally full, so every replica's steps run
+    until the longest sample ends: the replica time of all tokens, plus the steps' own time for that sample. A schedule
+    that knows lengths puts long samples together and can beat it.
+    """
+    parts = found.get("work_s"), found.get("longest_s")
+    return None if None in parts else sum(parts)
 
 
 def alone_s(

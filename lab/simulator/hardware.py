@@ -28,6 +28,7 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Model:
     """`kv_values`: numbers that one layer keeps of one token (2 * KV heads * head size; MLA: latent + rope).
+    `kv_heads`: number of parts that GPUs can divide them into; 1 for MLA.
 
     Of a mixture of experts: routed experts per layer, those a token chooses, and layers that have them; the rest of the
     parameters is read for every token.
@@ -39,6 +40,7 @@ class Model:
     hidden: int
     kv_values: int
     source: str
+    kv_heads: int = 8
     parameter_bytes: int = 2
     experts: int = 0
     chosen: int = 0
@@ -111,6 +113,7 @@ MODELS = {
         hidden=2048,
         kv_values=576,
         source="model card and config.json: MLA 512 + 64",
+        kv_heads=1,
         experts=64,
         chosen=6,
         expert_layers=26,
@@ -122,6 +125,7 @@ MODELS = {
         hidden=7168,
         kv_values=576,
         source="technical report and config.json: MLA 512 + 64, FP8 weights",
+        kv_heads=1,
         parameter_bytes=1,
         experts=384,
         chosen=8,
@@ -166,6 +170,7 @@ MODELS = {
         hidden=3584,
         kv_values=1024,
         source=f"model card; {_KV} = 2 * 4 * 128",
+        kv_heads=4,
     ),
     "DeepSeek-R1-Distill-Qwen-7B": Model(
         parameters=7.61e9,
@@ -174,6 +179,7 @@ MODELS = {
         hidden=3584,
         kv_values=1024,
         source="model card: Qwen2.5-Math-7B's architecture",
+        kv_heads=4,
     ),
     "Qwen3-8B": Model(
         parameters=8.2e9,
@@ -235,36 +241,46 @@ FETCH_S = 0.02
 
 
 def replica_model(
-    gpu: str, model: str, gpus_per_replica: int, memory_share: float = MEMORY_SHARE, max_running: int = MAX_RUNNING
+    gpu: str,
+    model: str,
+    gpus_per_replica: int,
+    memory_share: float = MEMORY_SHARE,
+    max_running: int = MAX_RUNNING,
+    share_attention: bool = False,
 ) -> ReplicaModel:
     """Returns a replica of `gpus_per_replica` GPUs. Raises ValueError for an unknown name or if the weights do not fit.
 
     Dense models are split over the GPUs (tensor parallelism). Mixtures of experts on several GPUs split experts and
     requests, `max_running` for each, and keep all other weights on each (expert parallelism with data-parallel
-    attention); requests are balanced over them. Attention's own operations are left out: reading KV takes longer.
+    attention); requests are balanced over them. With `share_attention` they split all weights, and each GPU computes
+    every request (tensor parallelism, experts split too). GPUs that share attention divide KV by heads; beyond their
+    number they repeat it. Attention's own operations are left out: reading KV takes longer.
     """
     g, m, n = _named(GPUS, gpu, "GPU"), _named(MODELS, model, "model"), gpus_per_replica
+    tensor = 1 if m.experts and not share_attention else n
+    ranks, kv_parts = n // tensor, min(tensor, m.kv_heads)
     peak_ops_s = (g.fp8_ops_s if m.parameter_bytes == 1 else g.bf16_ops_s) * COMPUTE_SHARE * n
     rest_bytes = (m.parameters - m.expert_parameters) * m.parameter_bytes
-    held_bytes = (n if m.experts else 1) * rest_bytes + m.expert_parameters * m.parameter_bytes
+    held_bytes = ranks * rest_bytes + m.expert_parameters * m.parameter_bytes
     free_bytes = g.memory_bytes * memory_share * n - held_bytes
-    if free_bytes < m.kv_bytes:
+    kv_bytes = m.kv_bytes * tensor // kv_parts
+    if free_bytes < kv_bytes:
         raise ValueError(f"{model} does not fit on {n} {gpu}: {held_bytes / 1e9:.0f} GB of weights")
     read_bytes_s = g.memory_bytes_s * READ_SHARE
-    send_s, send_token_s = _communication(g, m, n)
+    send_s, send_token_s = _communication(g, m, n, tensor)
     compute_token_s = 2 * m.active_parameters / peak_ops_s
     return ReplicaModel(
         step=StepModel(
-            base_s=STEP_S + send_s + rest_bytes / read_bytes_s / (1 if m.experts else n),
+            base_s=STEP_S + send_s + rest_bytes / read_bytes_s / tensor,
             token_s=compute_token_s + send_token_s,
-            context_s=m.kv_bytes / (read_bytes_s * n),
+            context_s=kv_bytes / (read_bytes_s * n),
             experts_s=m.expert_parameters * m.parameter_bytes / (read_bytes_s * n),
             expert_share=m.chosen / m.experts if m.experts else 0.0,
         ),
-        kv_capacity_tokens=int(free_bytes / m.kv_bytes),
-        max_running=max_running * (n if m.experts else 1),
+        kv_capacity_tokens=int(free_bytes / kv_bytes),
+        max_running=max_running * ranks,
         prefill_tokens_s=1 / (compute_token_s + send_token_s),
-        fetch_tokens_s=NETWORK_BYTES_S * SEND_SHARE * n / m.kv_bytes,
+        fetch_tokens_s=NETWORK_BYTES_S * SEND_SHARE * n / kv_bytes,
         fetch_base_s=FETCH_S,
         start_s=START_S + held_bytes / n / LOAD_BYTES_S,
         stop_s=STOP_S,
@@ -296,15 +312,15 @@ def from_profile(
     )
 
 
-def _communication(g: Gpu, m: Model, n: int) -> tuple[float, float]:
+def _communication(g: Gpu, m: Model, n: int, tensor: int) -> tuple[float, float]:
     """Returns the seconds that a step, and each of its tokens, spends in collectives.
 
-    Tensor parallel: two ring all-reduces of `hidden` BF16 values per layer. Experts: each token's values go to its
-    chosen experts in FP8 and come back in BF16, from each GPU its share of the tokens.
+    Tensor parallel: two ring all-reduces of `hidden` BF16 values per layer. Experts alone: each token's values go to
+    its chosen experts in FP8 and come back in BF16, from each GPU its share of the tokens.
     """
     if n == 1:
         return 0.0, 0.0
-    if m.experts:
+    if tensor == 1:
         token_bytes = 3 * m.expert_layers * m.chosen * m.hidden / n
         return 2 * m.expert_layers * EXCHANGE_S, token_bytes / (NETWORK_BYTES_S * SEND_SHARE)
     token_bytes = 2 * m.layers * 2 * (n - 1) / n * 2 * m.hidden
@@ -313,6 +329,10 @@ def _communication(g: Gpu, m: Model, n: int) -> tuple[float, float]:
 
 def _named(table: dict, name: str, kind: str):
     if name not in table:
-        near = get_close_matches(name, table, cutoff=0.3) or list(table)
-        raise ValueError(f"unknown {kind} {name!r}; nearest: {', '.join(near)}")
+        raise ValueError(f"unknown {kind} {name!r}; {nearest(table, name)}")
     return table[name]
+
+
+def nearest(table: dict, name: str) -> str:
+    """Returns the names of a table that are nearest to this one, all of them if none is, in words."""
+    return f"nearest: {', '.join(get_close_matches(name, table, cutoff=0.3) or list(table))}"

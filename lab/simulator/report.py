@@ -9,7 +9,7 @@ from itertools import groupby
 from math import ceil
 
 from tailrace.lab.simulator.acceptance import Chances
-from tailrace.lab.simulator.bounds import alone_s
+from tailrace.lab.simulator.bounds import alone_s, reachable_s
 from tailrace.lab.simulator.types import (
     TURN_MARK,
     Cluster,
@@ -25,6 +25,9 @@ from tailrace.lab.simulator.types import (
 TAIL_SHARE = 0.1
 """The last samples of a step whose time is its tail, as in app/summary.py."""
 
+CLAIRVOYANT = "clairvoyant"
+"""Name of the system that schedules by true lengths: what it reaches is reachable with knowledge."""
+
 IDENTITY = ("system", "workload", "seed")
 
 PARTS = ("waited_s", "loaded_s", "crowd_s", "drafts_s", "alone_s")
@@ -37,14 +40,16 @@ def summary(run: SimulatedRun) -> dict:
     tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: replicas up, integrated;
     returned_replica_s: replicas of the run's beginning that were not up, integrated to its end. idle_share: share of
     replica_s in which a replica did nothing; None if no spans were recorded. acceptance_length: tokens per
-    verification. bound_share: share of the makespan that the best lower bound needs. last_*: seconds of the sample that
-    ended last, see `account`; None if no spans were recorded.
+    verification. bound_share: share of the makespan that the best lower bound needs; reachable_share: the same of
+    reachable_s, work + longest, which is above 1 for schedules that use knowledge well. last_*: seconds of the sample
+    that ended last, see `account`; None if no spans were recorded.
     """
     ended = run.ended
     tokens = sum(sample.tokens for sample in ended)
     verifications = sum(sample.verifications for sample in ended)
     tail_s = sum(end_s - begin_s for begin_s, end_s in tails(ended))
     replica_s = replica_seconds(run.moments, run.makespan_s)
+    without_knowledge_s = reachable_s(run.bounds)
     return _rounded(
         {
             "system": run.system,
@@ -70,6 +75,8 @@ def summary(run: SimulatedRun) -> dict:
             "accepted": sum(sample.accepted for sample in ended),
             "bounds": dict(run.bounds),
             "bound_share": _ratio(run.bounds["best_s"], run.makespan_s) if "best_s" in run.bounds else None,
+            "reachable_s": without_knowledge_s,
+            "reachable_share": None if without_knowledge_s is None else _ratio(without_knowledge_s, run.makespan_s),
             "events": run.events,
             **{f"last_{part}": run.account.get(part) for part in PARTS},
         }
@@ -86,7 +93,8 @@ def ratios(systems: Mapping[str, Sequence[dict]], baseline: str) -> dict:
     seed.
 
     throughput_ratio: its tokens a second over the baseline's; tail_ratio: the baseline's tail over its own; None if the
-    divisor is 0 or missing. Raises ValueError for an unknown baseline, a second workload, or other seeds than the
+    divisor is 0 or missing. clairvoyant_share: the makespan of the system `clairvoyant` over its own, where that system
+    is among them. Raises ValueError for an unknown baseline, a second workload, or other seeds than the
     baseline's.
     """
     if baseline not in systems:
@@ -99,10 +107,14 @@ def ratios(systems: Mapping[str, Sequence[dict]], baseline: str) -> dict:
         if {one["workload"] for one in summaries} != {workload}:
             raise ValueError(f"{system}: another workload than {workload}")
 
-    def over_seeds(figure: Callable[[dict, dict], float | None]) -> dict:
-        pairs = {system: zip(summaries, systems[baseline], strict=True) for system, summaries in systems.items()}
+    def over_seeds(figure: Callable[[dict, dict], float | None], of: str = baseline) -> dict:
+        pairs = {system: zip(summaries, systems[of], strict=True) for system, summaries in systems.items()}
         return _rounded({system: spread([figure(*pair) for pair in both]) for system, both in pairs.items()})
 
+    def of_clairvoyant(own: dict, clairvoyant: dict) -> float | None:
+        return _ratio(clairvoyant["makespan_s"], own["makespan_s"])
+
+    known = {"clairvoyant_share": over_seeds(of_clairvoyant, CLAIRVOYANT)} if CLAIRVOYANT in systems else {}
     return {
         "workload": workload,
         "baseline": baseline,
@@ -110,6 +122,8 @@ def ratios(systems: Mapping[str, Sequence[dict]], baseline: str) -> dict:
         "throughput_ratio": over_seeds(lambda own, base: _ratio(own["tokens_per_s"], base["tokens_per_s"])),
         "tail_ratio": over_seeds(lambda own, base: _ratio(base["tail_s"], own["tail_s"])),
         "bound_share": over_seeds(lambda own, base: own["bound_share"]),
+        "reachable_share": over_seeds(lambda own, base: own["reachable_share"]),
+        **known,
         "mean": {system: mean_summary(summaries) for system, summaries in systems.items()},
         "systems": {system: list(summaries) for system, summaries in systems.items()},
     }
@@ -129,8 +143,9 @@ def spread(values: Sequence[float | None]) -> list[float] | None:
 
 def rows(comparison: dict) -> list[list[str]]:
     """Returns a comparison as a table: the heads, then a row for each system. Ratios show their range over the
-    seeds.
+    seeds. Shares of `clairvoyant` have a column if it is among the systems.
     """
+    known = comparison.get("clairvoyant_share")
     heads = [
         "system",
         "throughput",
@@ -141,6 +156,8 @@ def rows(comparison: dict) -> list[list[str]]:
         "acceptance length",
         "idle",
         "of bound",
+        "of work + longest",
+        *(["of clairvoyant"] if known else []),
         "replica s",
         "given back",
     ]
@@ -149,7 +166,8 @@ def rows(comparison: dict) -> list[list[str]]:
     for system, mean in comparison["mean"].items():
         times = [_times(comparison[key][system]) for key in ("throughput_ratio", "tail_ratio")]
         seconds = [number(mean[key]) for key in ("makespan_s", "tail_s", "tokens_per_s", "acceptance_length")]
-        shares = [percent(mean[key]) for key in ("idle_share", "bound_share")]
+        shares = [percent(mean[key]) for key in ("idle_share", "bound_share", "reachable_share")]
+        shares += [percent(known[system] and known[system][0])] if known else []
         keys = ("replica_s", "returned_replica_s", "moves", "preemptions", "recomputed_tokens")
         counts = [number(mean[key]) for key in keys]
         table.append([system, *times, *seconds, *shares, *counts])
@@ -158,10 +176,12 @@ def rows(comparison: dict) -> list[list[str]]:
 
 def account_rows(comparison: dict) -> list[list[str]]:
     """Returns the seconds of the sample that ended last, of each system: the heads, then means over the seeds."""
-    heads = ["system", "waited", "loaded", "crowd", "drafts", "alone", "best bound"]
+    heads = ["system", "waited", "loaded", "crowd", "drafts", "alone", "best bound", "work + longest"]
     keys = [f"last_{part}" for part in PARTS]
-    means = comparison["mean"].items()
-    rows = [[name, *(number(mean[key]) for key in keys), number(mean["bounds"].get("best_s"))] for name, mean in means]
+    rows = [
+        [name, *(number(mean[key]) for key in keys), number(mean["bounds"].get("best_s")), number(mean["reachable_s"])]
+        for name, mean in comparison["mean"].items()
+    ]
     return [heads, *rows]
 
 

@@ -14,6 +14,9 @@ from tailrace.app.train.record.sent_weights import SentWeights
 from tailrace.app.train.train_config import MAY_CHANGE, TrainConfig
 
 CONFIG, PICTURE_NAME = "config.json", "curve.png"
+LATER_KEYS = {"order": "shuffle"}
+"""Keys that runs of earlier versions do not have, with the value that they ran with."""
+
 ROWS = "ledger.jsonl", "held_out.jsonl", "weights.jsonl"
 FOLDERS = "checkpoints", "rollouts"
 
@@ -57,7 +60,7 @@ class RunFolder:
         wanted = config.model_dump(mode="json")
         if file.exists():
             try:
-                before = parse_object(file.read_bytes())
+                before = LATER_KEYS | parse_object(file.read_bytes())
             except ValueError as error:
                 raise BadInput(f"{file}: not the configuration of a run: {error}; give another folder") from error
             if missing := wanted.keys() - before.keys() - set(MAY_CHANGE):

@@ -8,7 +8,10 @@ import click
 from tailrace.app.config import ELASTIC_CONFIG, load_config
 from tailrace.app.errors import BadInput
 
-SHARES = "ratio_to_static", "ratio_to_routed", "ratio_to_routed_suffix", "bound_share"
+SHARES = (
+    "ratio_to_static", "ratio_to_routed", "ratio_to_routed_suffix", "ratio_to_routed_group", "bound_share",
+    "reachable_share",
+)  # fmt: skip
 
 
 @click.command("tail")
@@ -28,7 +31,7 @@ SHARES = "ratio_to_static", "ratio_to_routed", "ratio_to_routed_suffix", "bound_
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, only, config, as_json):
     """Replay rollouts under every tail policy, beside static groups and samples sent whole, each without
-    drafts and with vLLM's suffix drafts.
+    drafts and with vLLM's suffix drafts, the latter also with ours.
 
     The last checkpoint of the trace is rolled out, the one before it is history. More than half an hour
     for each repeat of all.
@@ -85,7 +88,16 @@ def _print(result: dict) -> None:
 
     table = Table(title="the tail, seconds", box=SIMPLE, padding=0)
     seconds = ("makespan", "tail", "evened", "simu-\nlated", "replica-s", "given\nback")
-    for column in ("run", *seconds, "to\nstatic", "to\nrouted", "with\nsuffix", "of the\nbound"):
+    for column in (
+        "run",
+        *seconds,
+        "to\nstatic",
+        "to\nrouted",
+        "with\nsuffix",
+        "with\nours",
+        "of the\nbound",
+        "work +\nlongest",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in result["runs"].items():
         evened_s, simulated_s = result["evened_s"].get(name), result["simulated"].get(name, {}).get("makespan_s")

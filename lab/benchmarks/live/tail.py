@@ -1,5 +1,5 @@
 """What becomes of the tail: every tail policy on real replicas, beside static groups, samples that are sent whole to
-the replica with fewest in flight, and both with vLLM's suffix drafts.
+the replica with fewest in flight, the latter also with our drafts, and both with vLLM's suffix drafts.
 
 All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
 forgotten. Orders that draw do so alike within a turn, and again in the next: when the longest sample starts is luck.
@@ -30,9 +30,11 @@ from tailrace.deployments.context.prompt_files import EVERY
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ReplicasChanged
 from tailrace.lab.benchmarks.drafting.ladder import USUAL as ACCEPTED
+from tailrace.lab.benchmarks.live.calibrate import workload
 from tailrace.lab.benchmarks.live.medians import middle
 from tailrace.lab.benchmarks.live.probes import Probes, engines, pooled
-from tailrace.lab.benchmarks.live.tail_simulated import least_s, quickest, simulated
+from tailrace.lab.benchmarks.live.tail_simulated import least, quickest, simulated
+from tailrace.lab.simulator.bounds import reachable_s
 from tailrace.lab.simulator.types import Cluster
 from tailrace.lab.verification.runs import GROUP, WHOLE, drafts
 from tailrace.lab.verification.services import Engine, Service
@@ -47,6 +49,9 @@ STATIC = WHOLE | {"drafting": "off"}
 ROUTED = STATIC | {"ordering": "fcfs", "placement": "round_robin"}
 """Today's trainers (verl's agent loop, prime-rl). All samples are sent at once, or one where another has ended: the one
 after the other is the replica with fewest in flight, or the only one with a place."""
+
+GROUPED = "routed_group"
+"""Run like `routed` with our own drafts, those of the configuration: what is left to others is chunks and moves."""
 
 RACE = {"type": "fastest_of_n"}
 RUNGS = (*USUAL, *(MethodProfile(name, USUAL[0].curve, (ACCEPTED[name],)) for name in ("history", "ngram")))
@@ -66,7 +71,7 @@ races only where there is one: parts of the index are not expected to bring more
 WITH_SUFFIX = {"static_suffix": STATIC, "routed_suffix": ROUTED}
 """Runs whose drafts are vLLM's suffix, each on a service of its own."""
 
-NAMES = ("static", "routed", "seer", *TAILS, *WITH_SUFFIX)
+NAMES = ("static", "routed", GROUPED, "seer", *TAILS, *WITH_SUFFIX)
 """Of all runs."""
 
 SETTLED_S = 5.0
@@ -109,7 +114,8 @@ def measure(
 
     `simulated`: the same without noise, of those that a replay can tell apart, so none with draft models. `evened_s`:
     makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's lower bound
-    at the quickest steps that probes found here, and at the acceptance of that run, over its makespan.
+    at the quickest steps that probes found here, and at the acceptance of that run, over its makespan;
+    `reachable_share`: the same of work + longest, what is reachable without knowledge of who is long.
     """
     replicas = file.application.args.replicas.max
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
@@ -122,7 +128,10 @@ def measure(
             with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
                 runs[name] = asyncio.run(_suffix(client, name, replay, replicas, say))
     cluster = Cluster(quickest(probes), replicas, replicas)
-    bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
+    work = workload(replay.groups).steps[0]
+    found = {name: least(run["accepted_share"], work, cluster) for name, run in runs.items()}
+    bound_s = {name: one["best_s"] for name, one in found.items()}
+    reach_s = {name: reachable_s(one) for name, one in found.items()}
     replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
     draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
     may_be = file.application.args.replicas
@@ -131,21 +140,28 @@ def measure(
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),
         "ratio_to_routed": ratios(runs, "routed"),
+        "ratio_to_routed_group": ratios(runs, GROUPED),
         "ratio_to_suffix": ratios(runs, "static_suffix"),
         "ratio_to_routed_suffix": ratios(runs, "routed_suffix"),
         "simulated": simulated(replay.groups, replay.earlier, models, limits, draws, say),
         "evened_s": evened({name: run for name, run in runs.items() if name in TAILS}),
-        "bound_s": bound_s,
+        "bound_s": {name: round(seconds, 3) for name, seconds in bound_s.items()},
         "bound_share": {name: round(bound_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
+        "reachable_s": {name: round(seconds, 3) for name, seconds in reach_s.items()},
+        "reachable_share": {name: round(reach_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
     }
 
 
 def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
-    """The two baselines, Seer's order in chunks, and the configured policies with every choice for the tail."""
+    """The two baselines, the second also with the configured drafts, Seer's order in chunks, and the configured
+    policies with every choice for the tail.
+    """
     configured = file.application.policies.model_dump()
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
-    found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED), "seer": Policies(**seer)}
+    found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED)}
+    drafting = {key: configured[key] for key in ("drafting", "lengths")}  # which samples are late in their step
+    found |= {GROUPED: Policies(**(ROUTED | drafting)), "seer": Policies(**seer)}
     found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
     drafter = file.application.args.drafter
     if drafter is None or not drafter.replicas.come_and_go:

@@ -5,7 +5,7 @@ decide, and by nothing else. Invariant: nothing is fitted to the live runs. Call
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 from tailrace.deployments.messages.context import PastAnswer
@@ -33,7 +33,7 @@ UNTOLD = ("race",)
 MOST_DRAFTS = DraftConfig().draft_tokens
 """Draft tokens of a step that the bounds allow for: what `bench tail` has its engines draft at most."""
 
-KEPT = ("makespan_s", "tail_s", "replica_s", "returned_replica_s")
+KEPT = ("makespan_s", "tail_s", "replica_s", "returned_replica_s", "bound_share", "reachable_share")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def simulated(
         if name in UNTOLD:
             continue
         runs = [summary(_run(groups, earlier, models, limits, policies_of(draw))) for draw in range(DRAWS)]
-        found[name] = {key: round(mean(run[key] for run in runs), 3) for key in KEPT}
+        found[name] = {key: round(mean(run[key] for run in runs), 4) for key in KEPT}
         found[name]["all_makespan_s"] = [run["makespan_s"] for run in runs]
         say(f"{name}, simulated: {found[name]}")
     return found
@@ -72,7 +72,9 @@ def _run(groups, earlier, models, limits: Limits, policies: Policies) -> Simulat
     recorded = {group_id: one._replace(history=_history(past[group_id])) for group_id, one in recorded.items()}
     cluster = Cluster(drafting if policies.drafting.max_draft_tokens else plain, limits.max, limits.max)
     with replaying(work, recorded, policies.drafting, cluster.replica.step) as speculation:
-        return simulate(work, cluster, policies, speculation=speculation, elastic=limits)
+        run = simulate(work, cluster, policies, speculation=speculation, elastic=limits)
+    drafted, accepted = (sum(getattr(sample, key) for sample in run.ended) for key in ("drafted", "accepted"))
+    return replace(run, bounds=least(accepted / drafted if drafted else None, work.steps[0], cluster))
 
 
 def _history(past: Recorded) -> list[PastAnswer]:
@@ -86,7 +88,7 @@ def quickest(probes: Probes) -> ReplicaModel:
     return slowed(model_of(profile, *probes.told, 0.0), share)
 
 
-def least_s(run: Mapping, groups: Sequence[PromptGroup], cluster: Cluster) -> float:
-    """The simulator's lower bound for a live run's makespan, at that run's acceptance."""
-    accepted = Rate(run["accepted_share"]) if run["accepted_share"] else None
-    return round(bounds(workload(groups).steps[0], cluster, accepted, MOST_DRAFTS if accepted else 0)["best_s"], 3)
+def least(accepted_share: float | None, groups: Sequence[WorkloadGroup], cluster: Cluster) -> dict[str, float]:
+    """The simulator's lower bounds for a run of which this share of the draft tokens was right; None: no drafts."""
+    accepted = Rate(accepted_share) if accepted_share else None
+    return bounds(groups, cluster, accepted, MOST_DRAFTS if accepted else 0)

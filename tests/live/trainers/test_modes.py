@@ -1,6 +1,7 @@
 """Modes of the learner with TRL's real trainer: what may not change the weights, and what may."""
 
 import threading
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,35 @@ def test_a_run_one_step_off_that_is_stopped_continues_to_the_same_weights(small_
         run(config, tmp_path / "run", stop_after_three)
     outcome, _ = run(config, tmp_path / "run")
     assert certificate(outcome.rows) == certificate(straight.rows)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_a_run_by_length_has_every_question_once_an_epoch_and_continues_to_the_same_weights(
+    small_model, tmp_path, mode
+):
+    """Six questions, two a step: epochs of three steps, stopped in the second one."""
+    task = TASK | {"train": 6}
+    config = config_of(small_model, mode=mode, order="by_length", steps=7, task=task)
+
+    def stop_after_five(text):
+        if text.startswith("step 5/7"):
+            raise KeyboardInterrupt
+
+    straight, _ = run(config, tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run", stop_after_five)
+    outcome, _ = run(config, tmp_path / "run")
+    assert certificate(outcome.rows) == certificate(straight.rows)
+    asked = [list(row.longest) for row in straight.rows]
+    epochs = [[*chain(*asked[first : first + 3])] for first in (0, 3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and len(set(epochs[0])) == 6
+    shuffled, _ = run(config_of(small_model, mode=mode, steps=7, task=task), tmp_path / "shuffled")
+    assert [list(row.longest) for row in shuffled.rows][:3] == asked[:3], "nothing is known in the first epoch"
+    known = straight.rows[:3] if mode == "sync" else straight.rows[:2]
+    lengths = {question: tokens for row in known for question, tokens in row.longest.items()}
+    average = sum(lengths.values()) / len(lengths)
+    steps = sorted(sorted(lengths.get(question, average) for question in step) for step in asked[3:6])
+    assert all(before[-1] <= after[0] for before, after in pairwise(steps)), "the runs of a sorted epoch"
 
 
 def test_bounded_stays_within_its_staleness(small_model, tmp_path):
