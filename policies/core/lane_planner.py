@@ -1,0 +1,236 @@
+"""Lanes of the batch in flight: plans by the `lanes` policy, and the home of each sample that they give.
+
+A waiting sample is queued again at its new home. A running one goes there at its chunk's end, or at once if the plan
+gains more than the move takes. A plan is renewed after a share of its seconds, and when a replica is idle, comes or
+goes. Lanes are for one batch in flight, of samples that neither ordering nor placement binds; if others are in flight
+too (`_alone`), samples are free. Invariant: a sample with a home fits there on an empty replica. Called by
+`RolloutCore` alone.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from tailrace.policies.core.length_tracker import LengthTracker
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.request_buffer import Batch, Chunk, Group, RequestBuffer, Sample
+from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.core.sample_states import RUNNING, WAITING
+from tailrace.policies.core.scaling import left_s, move_s
+from tailrace.policies.families.lanes import LanePlan
+from tailrace.policies.families.registry import Policies, name_of
+from tailrace.policies.models.length_belief import LengthLaw, Remainders, ranked
+from tailrace.policies.protocol.events import IllegalEvent
+from tailrace.policies.protocol.views import BeliefView, LaneReplica, LanesView
+
+LOOK_S = 0.25
+"""Seconds between two looks for an idle replica, or between two plans: a look reads the books of every replica."""
+
+DRAWS, ENOUGH_SAMPLES = 3, 512
+"""Draws of remainders by which a gain is estimated; one suffices for more samples than ENOUGH_SAMPLES."""
+
+
+class LanePlanner:
+    """Writes `Sample.home` of the batch that has lanes. `end_s`: when its last lane is expected to end."""
+
+    def __init__(
+        self, policies: Policies, table: ReplicaTable, running: RunningChunks, buffer: RequestBuffer,
+        lengths: LengthTracker,
+    ):  # fmt: skip
+        self._policy, self._table, self._running = policies.lanes, table, running
+        self._buffer, self._lengths = buffer, lengths
+        self._max_drafts = policies.drafting.max_draft_tokens
+        self._binds = policies.placement.sticky
+        self._truth: dict[str, int] = {}
+        self._batch: Batch | None = None  # looked at last
+        self._law: LengthLaw | None = None
+        self._levels: dict[Group, tuple[float, float]] = {}
+        self._planned = False  # whether the batch has lanes
+        self._ready: list[str] = []  # replicas of the last plan
+        self._due_s = self._looked_s = float("-inf")
+        self.end_s = 0.0
+
+    # ---- true lengths --------------------------------------------------------------------------------
+
+    def reveal(self, lengths: Mapping[str, int]) -> bool:
+        """Takes true lengths if the policy needs them. Returns whether it does."""
+        if self._policy.sees_truth:
+            self._truth.update(lengths)
+        return self._policy.sees_truth
+
+    def check_new(self, sample_ids: Iterable[str]) -> None:
+        """Checks new samples. Raises IllegalEvent if the policy needs true lengths and has none of one of them."""
+        for sample_id in sample_ids if self._policy.sees_truth else ():
+            if sample_id not in self._truth:
+                raise IllegalEvent(f"{sample_id}: lanes {name_of(self._policy)} needs true lengths, has none")
+
+    def forget(self, group: Group) -> None:
+        """Drops what is known of a group that has been emitted."""
+        self._levels.pop(group, None)
+        for sample in group.samples if self._truth else ():
+            self._truth.pop(sample.sample_id, None)
+
+    def forget_batch(self, batch: Batch) -> None:
+        if self._batch is batch:
+            self._batch, self._law, self._planned, self._levels = None, None, False, {}
+
+    # ---- plans ----------------------------------------------------------------------------------------
+
+    def is_lane(self, sample: Sample) -> bool:
+        """Returns whether a sample's home is a lane."""
+        return self._planned and sample.home is not None and sample.group.batch is self._batch
+
+    def fits(self, sample: Sample, need_tokens: int) -> bool:
+        """Returns whether a sample's home has room for a chunk of `need_tokens` when it is empty."""
+        return need_tokens <= self._table.whole_tokens(sample.home)
+
+    def renew(self, now: float) -> list[Sample]:
+        """Plans if a plan is due. Returns the waiting samples whose home has changed, in order of arrival."""
+        if not self._policy.on or self._binds or not self._buffer.batches:
+            return []
+        if not self._alone():
+            return self._free()
+        if now < self._looked_s + LOOK_S and self._batch is not None:
+            return []
+        self._looked_s = now
+        batch = next(iter(self._buffer.batches.values()))
+        if batch is not self._batch:
+            self._begin(batch)
+        ready = self._table.ready()
+        if now < self._due_s and ready == self._ready and not (self._planned and self._is_idle(ready)):
+            return []
+        self._ready, self._due_s = ready, now + LOOK_S
+        knows = self._policy.sees_truth or self._law is not None
+        return self._plan(now, batch, ready) if knows and len(ready) > 1 else []
+
+    def _alone(self) -> bool:
+        """Returns whether one batch is in flight: lanes of two would compete for replicas by no rule of fairness."""
+        return len(self._buffer.batches) == 1
+
+    def _begin(self, batch: Batch) -> None:
+        self._batch, self._planned, self._levels = batch, False, {}
+        self._law = None if self._policy.sees_truth else self._lengths.law(batch)
+        self._due_s = float("-inf")
+
+    def _is_idle(self, ready: list[str]) -> bool:
+        return any(not self._table.running(replica_id) for replica_id in ready)
+
+    def _free(self) -> list[Sample]:
+        """Drops all lanes. Returns the waiting samples that had one."""
+        if not self._planned:
+            self._batch = None
+            return []
+        batch, self._batch, self._planned = self._batch, None, False
+        had = [s for g in batch.groups.values() for s in g.samples if s.home is not None and g.home is None]
+        for sample in had:
+            sample.home = None
+        return [sample for sample in had if sample.state is WAITING]
+
+    def _plan(self, now: float, batch: Batch, ready: list[str]) -> list[Sample]:
+        groups = [group for group in batch.groups.values() if group.unended]
+        if any(group.home is not None for group in groups):
+            return []
+        samples = [s for group in groups for s in group.samples if s.state is RUNNING or s.state is WAITING]
+        if not samples or not self._is_measured(ready):
+            return []
+        view = self._view(now, samples, self._left(groups, samples), ready)
+        plan = self._policy.plan(view, self._planned)
+        self._due_s = now + max(LOOK_S, self._policy.every * plan.end_s)
+        if not plan.on:
+            return []
+        self._planned, self.end_s = True, now + plan.end_s
+        return self._apply(samples, plan, ready)
+
+    def _is_measured(self, ready: list[str]) -> bool:
+        return any(self._table.performance(replica_id) is not None for replica_id in ready)
+
+    def _apply(self, samples: list[Sample], plan: LanePlan, ready: list[str]) -> list[Sample]:
+        """Gives samples their homes. Returns the waiting ones whose home has changed."""
+        gain_s = plan.stay_s - plan.end_s
+        chunks = {chunk.sample: chunk for chunk in self._running.chunks.values() if chunk.copy_of is None}
+        again = []
+        for sample, place in zip(samples, plan.replica.tolist(), strict=True):
+            home = ready[place]
+            if sample.state is RUNNING:
+                sample.home = home
+                if (chunk := chunks.get(sample)) is not None and chunk.replica_id != home:
+                    self._move(chunk, gain_s)
+            elif sample.home != home:
+                before, sample.home = sample.home, home
+                if not self.fits(sample, sample.need_tokens):
+                    sample.home = None
+                if sample.home != before:
+                    again.append(sample)
+        return again
+
+    def _move(self, chunk: Chunk, gain_s: float) -> None:
+        """Stops a running chunk if the plan gains more than its move takes, and it would not end before."""
+        performance = self._table.performance(chunk.replica_id)
+        if performance is None or chunk.copies or chunk.beaten or chunk.sample.cancelled:
+            return
+        takes_s = move_s(chunk, performance)
+        if gain_s > takes_s and left_s(chunk, performance, self._table.running(chunk.replica_id)) > takes_s:
+            self._running.abort(chunk, f"its lane is on {chunk.sample.home}: it moves now")
+
+    # ---- views ----------------------------------------------------------------------------------------
+
+    def _view(self, now: float, samples: list[Sample], left: Remainders, ready: list[str]) -> LanesView:
+        place = {replica_id: number for number, replica_id in enumerate(ready)}
+        chunks = self._running.chunks.values()
+        table = self._table
+        return LanesView(
+            now=now,
+            left=left.mean,
+            left_high=left.high,
+            drawn=left.drawn,
+            context=np.array([s.group.spec.prompt_tokens + s.outside_tokens for s in samples]) + _made(samples),
+            replica=np.array([place.get(_at(sample), -1) for sample in samples]),
+            replicas=tuple(LaneReplica(table.whole_tokens(i), table.max_running(i), table.performance(i)) for i in ready),
+            chance=table.mean_chance(),
+            max_drafts=self._max_drafts,
+            reserved_tokens=sum(chunk.max_tokens for chunk in chunks) / len(chunks) / 2 if chunks else 0.0,
+        )
+
+    def _left(self, groups: list[Group], samples: list[Sample]) -> Remainders:
+        """Returns what is believed of the samples' remainders, or known."""
+        made = _made(samples)
+        if self._policy.sees_truth:
+            truth = np.maximum(np.array([self._truth[sample.sample_id] for sample in samples]) - made, 1.0)
+            return Remainders(truth, truth, truth[None])
+        self._believe(groups)
+        number = {group: place for place, group in enumerate(groups)}
+        finished = [(tokens, place) for group, place in number.items() for tokens in group.finished_lengths]
+        lengths, of = np.array(finished, np.int64).reshape(-1, 2).T
+        levels = np.array([self._levels[group] for group in groups])
+        view = BeliefView(
+            level_mean=levels[:, 0],
+            level_variance=levels[:, 1],
+            finished=lengths,
+            finished_group=of,
+            group=np.array([number[sample.group] for sample in samples]),
+            made=made,
+            max_tokens=np.array([sample.max_tokens for sample in samples]),
+        )
+        draws = 0 if self._planned else 1 if len(samples) > ENOUGH_SAMPLES else DRAWS
+        return self._policy.belief.left(self._law, view, draws)
+
+    def _believe(self, groups: list[Group]) -> None:
+        """Adds the levels of new groups, by their history and predictions."""
+        new = [group for group in groups if group not in self._levels]
+        known = [group for group in new if group.spec.prediction is not None]
+        scores = dict(zip(known, ranked([group.spec.prediction.number for group in known]), strict=True))
+        for group in new:
+            level = self._law.level(group.spec.past_lengths)
+            if group in scores:
+                level = self._law.predicted(level, float(scores[group]), group.spec.prediction.quality)
+            self._levels[group] = level
+
+
+def _made(samples: list[Sample]) -> np.ndarray:
+    """Returns the tokens of samples that wait or run, as last seen: int64[n]."""
+    return np.array([s.generated_tokens + (s.streamed_tokens if s.state is RUNNING else 0) for s in samples])
+
+
+def _at(sample: Sample) -> str | None:
+    """Returns the replica where a sample's KV is: it runs there, or is to run there, or ran there last."""
+    return sample.last_replica if sample.state is RUNNING or sample.home is None else sample.home

@@ -1,0 +1,257 @@
+"""Lanes: samples sorted by expected remainder and cut into one run for each replica, so that all end together.
+
+A few long samples share the first replica, whose steps are short; the crowd shares the last one. Without knowledge of
+who is long, every replica pays its step's own time for the longest answer; with it, only the first ones do.
+
+Contract: `plan` is a pure function; a plan gives every sample of the view a replica, and is followed if it is on. `on`
+is False for a member that never plans; `sees_truth` is True for the one that needs true lengths. Called by `LanePlanner`.
+"""
+
+from bisect import bisect_left
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.policies.families.lengths import Belief
+from tailrace.policies.models.lane_cost import LaneCost
+from tailrace.policies.protocol.views import LanesView
+
+CLOSE = 0.005
+"""Share by which a plan's end may differ from the earliest: a step's measurement is no better."""
+
+ROUNDS = 12
+"""Number of ends that are tried, at most; five are usual."""
+
+
+class LanePlan(NamedTuple):
+    """`on`: whether the plan is to be followed. `replica`, int64[n]: index of each sample's replica. `end_s`: seconds until the last lane is expected to end;
+    `stay_s`: the same if each sample stays where it is; `mixed_s`: the same if every replica has a like mix of samples.
+    """
+
+    on: bool
+    replica: np.ndarray
+    end_s: float
+    stay_s: float
+    mixed_s: float
+
+
+@runtime_checkable
+class Lanes(Protocol):
+    """A lanes policy, built in or the user's own. `every`: share of a plan's seconds after which it is renewed."""
+
+    on: bool
+    sees_truth: bool
+    every: float
+    belief: Belief
+
+    def plan(self, view: LanesView, planned: bool) -> LanePlan:
+        """Returns the plan. `planned`: this batch has lanes already, and keeps them."""
+
+
+class NoLanes(BaseModel):
+    """No lanes: a chunk may run on any replica."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["none"] = "none"
+    on: ClassVar[bool] = False
+    sees_truth: ClassVar[bool] = False
+    every: ClassVar[float] = 1.0
+    belief: ClassVar[Belief] = Belief()
+
+    def plan(self, view: LanesView, planned: bool) -> LanePlan:
+        return LanePlan(False, view.replica, 0.0, 0.0, 0.0)
+
+
+class AutoLanes(BaseModel):
+    """Lanes once they are expected to save `min_gain` of the rest: history or finished mates tell who is long.
+
+    The gain is that of lengths drawn from the beliefs, so a belief that tells little promises little.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["auto"] = "auto"
+    file_keys: ClassVar[tuple[str, ...]] = ()
+    on: ClassVar[bool] = True
+    sees_truth: ClassVar[bool] = False
+    min_gain: float = Field(0.02, ge=0.0, description="share of the rest that lanes must save before they are made")
+    every: float = Field(0.025, gt=0.0, le=1.0, description="share of a plan's seconds after which it is renewed")
+    bin_share: float = Field(0.15, gt=0.0, description="remainders that differ by less are exchangeable: they stay")
+    belief: Belief = Belief()
+
+    def plan(self, view: LanesView, planned: bool) -> LanePlan:
+        return planned_lanes(view, self.bin_share, None if planned else self.min_gain)
+
+
+class ClairvoyantLanes(AutoLanes):
+    """Lanes by true lengths: the bound for every belief. Only if lengths are known: in simulation and replay."""
+
+    type: Literal["clairvoyant"] = "clairvoyant"
+    sees_truth: ClassVar[bool] = True
+
+    def plan(self, view: LanesView, planned: bool) -> LanePlan:
+        return planned_lanes(view, self.bin_share, None)
+
+
+def planned_lanes(view: LanesView, bin_share: float, min_gain: float | None) -> LanePlan:
+    """Returns the plan of the module docstring; on if it gains `min_gain` or more (None: whatever it gains)."""
+    cost = LaneCost(view.replicas, view.chance, view.max_drafts, view.reserved_tokens, float(view.context.mean()))
+    order = np.argsort(cost.speeds, kind="stable")
+    key = np.maximum(view.left, view.left_high)
+    rank = np.argsort(-key, kind="stable")
+    cutter = Cutter(cost, key[rank], view.left[rank], view.context[rank], [cost.speeds[i] for i in order])
+    lane = np.repeat(np.arange(len(order)), np.diff(cutter.cuts()))
+    wanted = np.empty(len(key), np.int64)
+    wanted[rank] = order[lane]
+    place = np.empty(len(key), np.int64)
+    place[rank] = np.arange(len(key))
+    replica = settled(wanted, np.floor(np.log(key) / np.log1p(bin_share)), view.replica, place)
+    count = len(order)
+    mixed_s = cost.seconds(float(key[rank[0]]), *(total / count for total in cutter.totals), max(1, len(key) // count))
+    on = min_gain is None or _drawn_gain(view, cost, replica) >= min_gain
+    here = np.where(view.replica >= 0, view.replica, replica)
+    return LanePlan(on, replica, _end_s(view, cost, replica, key), _end_s(view, cost, here, key), mixed_s)
+
+
+class Cutter:
+    """Cuts samples, sorted by falling key, into runs for lanes of rising seconds (`speeds`)."""
+
+    def __init__(self, cost: LaneCost, key: np.ndarray, left: np.ndarray, context: np.ndarray, speeds: list[float]):
+        held = left * (context + 0.5 * left)
+        self._cost, self._key, self._speeds = cost, key.tolist(), speeds
+        self._left, self._held = np.cumsum(np.r_[0.0, left]).tolist(), np.cumsum(np.r_[0.0, held]).tolist()
+        self.totals = self._left[-1], self._held[-1]
+
+    def seconds(self, lane: int, begin: int, end: int) -> float:
+        if end <= begin:
+            return 0.0
+        total, held = self._left[end] - self._left[begin], self._held[end] - self._held[begin]
+        return self._speeds[lane] * self._cost.seconds(self._key[begin], total, held, end - begin)
+
+    def cuts(self) -> list[int]:
+        """Returns the first sample of each lane, and the number of samples.
+
+        First lanes whose single sample takes as long as all the rest do have no other.
+        """
+        count, lanes = len(self._key), len(self._speeds)
+        single = bisect_left(range(min(count, lanes) - 1), True, key=lambda n: not self._alone(n))
+        found = self._fill(single, lanes, self._end_s(single, lanes))[0]
+        return [*range(single), *found]
+
+    def _alone(self, lane: int) -> bool:
+        """Returns whether the lanes from this one on end with its longest sample, if that has the lane for itself."""
+        return self._fill(lane, len(self._speeds), self.seconds(lane, lane, lane + 1))[1] <= 0.0
+
+    def _end_s(self, first: int, lanes: int) -> float:
+        """Returns the earliest end of the lanes from `first` on, each of which takes as many samples as it can."""
+        low = self.seconds(first, first, first + 1)
+        share = 1.0 / (lanes - first)
+        total, held = self.totals[0] - self._left[first], self.totals[1] - self._held[first]
+        each = max(1, int((len(self._key) - first) * share))
+        end_s = max(low, self._cost.seconds(self._key[first], total * share, held * share, each))
+        over = self._fill(first, lanes, end_s)[1]
+        high = end_s
+        while over > 0.0:
+            low, high = high, high * 1.2
+            end_s, over = high, self._fill(first, lanes, high)[1]
+        low_over = high_over = None
+        for _ in range(ROUNDS):
+            if high - low <= CLOSE * high or (high_over is not None and high_over > -CLOSE * (lanes - first) * high):
+                break
+            middle = (low + high) / 2
+            if low_over and high_over:  # by a secant, within the middle four fifths
+                middle = low + (high - low) * min(max(low_over / (low_over - high_over), 0.1), 0.9)
+            over = self._fill(first, lanes, middle)[1]
+            if over > 0.0:
+                low, low_over = middle, over
+            else:
+                high, high_over = middle, over
+        return high
+
+    def _fill(self, first: int, lanes: int, end_s: float) -> tuple[list[int], float]:
+        """Returns the first sample of each lane from `first` on, and the number of samples; and by how many seconds the
+        last lane, which takes all that is left, ends later than `end_s`; else minus the seconds of empty lanes.
+        """
+        count, begin, cuts, size = len(self._key), first, [first], 1
+        for lane in range(first, lanes - 1):
+            size = self._size(lane, begin, size, end_s)
+            begin = min(begin + size, count)
+            cuts.append(begin)
+        if begin < count:
+            return [*cuts, count], self.seconds(lanes - 1, begin, count) - end_s
+        return [*cuts, count], -end_s * (lanes - 1 - first - sum(cut < count for cut in cuts[1:]))
+
+    def _size(self, lane: int, begin: int, size: int, end_s: float) -> int:
+        """Returns the number of samples from `begin` on that a lane takes within `end_s`, one at least. `size`: that of
+        the lane before, where the search begins.
+        """
+        count = len(self._key) - begin
+        low, high = 1, count + 1  # one that fits, one that does not
+        at, step = min(size, count), max(1, size // 8)
+        while low < at < high:  # from `size` in growing steps
+            if self.seconds(lane, begin, begin + at) <= end_s:
+                low, at = at, at + step
+            else:
+                high, at = at, at - step
+            step *= 2
+        while low + 1 < high:
+            at = (low + high) // 2
+            if self.seconds(lane, begin, begin + at) <= end_s:
+                low = at
+            else:
+                high = at
+        return low
+
+
+def settled(wanted: np.ndarray, bins: np.ndarray, present: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """Returns the replica of each sample, int64[n]: as many of a bin on each replica as `wanted` has, and those of the
+    bin that are at a replica which needs some stay. `present`: -1 for samples without a replica; `place`: in the order.
+    """
+    count, replicas = len(wanted), int(max(wanted.max(), present.max())) + 1
+    group = np.unique(bins, return_inverse=True)[1] * replicas
+    slots = int(group.max()) + replicas
+    need = np.bincount(group + wanted, minlength=slots)
+    here = np.where(present >= 0, group + present, -1)
+    by_here = np.lexsort((place, here))
+    sorted_here = here[by_here]
+    first = np.searchsorted(sorted_here, sorted_here)
+    stays = np.zeros(count, bool)
+    stays[by_here] = (sorted_here >= 0) & (np.arange(count) - first < need[sorted_here])
+    found = np.where(stays, present, -1)
+    free = np.repeat(np.arange(slots), need - np.bincount(here[stays], minlength=slots))
+    movers = np.flatnonzero(~stays)
+    movers = movers[np.lexsort((place[movers], group[movers]))]
+    found[movers] = free % replicas
+    return found
+
+
+def _end_s(view: LanesView, cost: LaneCost, replica: np.ndarray, longest: np.ndarray) -> float:
+    """Returns the seconds until the last replica ends, each with its samples' mean remainders and its longest one."""
+    return _ends_s(cost, replica, view.left, longest, view.context).max()
+
+
+def _drawn_gain(view: LanesView, cost: LaneCost, replica: np.ndarray) -> float:
+    """Returns the share of the rest that a plan saves over like mixes, the mean over drawn lengths."""
+    mixed = planned = 0.0
+    mixes = np.empty(len(replica), np.int64)
+    mixes[np.argsort(-view.left, kind="stable")] = np.arange(len(replica)) % len(view.replicas)
+    for drawn in view.drawn:
+        mixed += _ends_s(cost, mixes, drawn, drawn, view.context).max()
+        planned += _ends_s(cost, replica, drawn, drawn, view.context).max()
+    return 1.0 - planned / mixed if mixed else 0.0
+
+
+def _ends_s(cost: LaneCost, replica: np.ndarray, left, longest, context: np.ndarray) -> np.ndarray:
+    count = len(cost.speeds)
+    total = np.bincount(replica, left, minlength=count).tolist()
+    held = np.bincount(replica, left * (context + 0.5 * left), minlength=count).tolist()
+    most = np.zeros(count)
+    np.maximum.at(most, replica, longest)
+    sizes = np.bincount(replica, minlength=count).tolist()
+    return np.array([
+        speed * cost.seconds(*sums) if sums[3] else 0.0
+        for speed, *sums in zip(cost.speeds, most.tolist(), total, held, sizes, strict=True)
+    ])  # fmt: skip
+
+
+LanesPolicy = Annotated[NoLanes | AutoLanes | ClairvoyantLanes, Field(discriminator="type")]
