@@ -3,8 +3,8 @@
 A few long samples share the first replica, whose steps are short; the crowd shares the last one. Without knowledge of
 who is long, every replica pays its step's own time for the longest answer; with it, only the first ones do.
 
-Contract: `plan` is a pure function; a plan gives every sample of the view a replica, and is followed if it is on. `on`
-is False for a member that never plans; `sees_truth` is True for the one that needs true lengths. Called by `LanePlanner`.
+Contract: `plan` is a pure function; a plan gives every sample of the view a replica. `on` is False for a member
+that never plans; `sees_truth` is True for the one that needs true lengths. Called by `LanePlanner`.
 """
 
 from bisect import bisect_left
@@ -25,28 +25,31 @@ ROUNDS = 12
 
 
 class LanePlan(NamedTuple):
-    """`on`: whether the plan is to be followed. `replica`, int64[n]: index of each sample's replica. `end_s`: seconds until the last lane is expected to end;
-    `stay_s`: the same if each sample stays where it is; `mixed_s`: the same if every replica has a like mix of samples.
+    """`replica`, int64[n]: index of each sample's replica. `end_s`: seconds until the last lane is expected to end;
+    `stay_s`: the same if each sample stays where it is. `gain`: share of the rest that lanes save over like mixes on
+    all replicas, the mean over drawn remainders.
     """
 
-    on: bool
     replica: np.ndarray
     end_s: float
     stay_s: float
-    mixed_s: float
+    gain: float
 
 
 @runtime_checkable
 class Lanes(Protocol):
-    """A lanes policy, built in or the user's own. `every`: share of a plan's seconds after which it is renewed."""
+    """A lanes policy, built in or the user's own. `every`: share of a plan's seconds after which it is renewed.
+    `min_gain`: mean gain of a batch's plans from which it has lanes; it keeps them.
+    """
 
     on: bool
     sees_truth: bool
     every: float
+    min_gain: float
     belief: Belief
 
-    def plan(self, view: LanesView, planned: bool) -> LanePlan:
-        """Returns the plan. `planned`: this batch has lanes already, and keeps them."""
+    def plan(self, view: LanesView) -> LanePlan:
+        """Returns the plan."""
 
 
 class NoLanes(BaseModel):
@@ -57,10 +60,11 @@ class NoLanes(BaseModel):
     on: ClassVar[bool] = False
     sees_truth: ClassVar[bool] = False
     every: ClassVar[float] = 1.0
+    min_gain: ClassVar[float] = 1.0
     belief: ClassVar[Belief] = Belief()
 
-    def plan(self, view: LanesView, planned: bool) -> LanePlan:
-        return LanePlan(False, view.replica, 0.0, 0.0, 0.0)
+    def plan(self, view: LanesView) -> LanePlan:
+        return LanePlan(view.replica, 0.0, 0.0, 0.0)
 
 
 class AutoLanes(BaseModel):
@@ -74,13 +78,13 @@ class AutoLanes(BaseModel):
     file_keys: ClassVar[tuple[str, ...]] = ()
     on: ClassVar[bool] = True
     sees_truth: ClassVar[bool] = False
-    min_gain: float = Field(0.02, ge=0.0, description="share of the rest that lanes must save before they are made")
+    min_gain: float = Field(0.015, le=1.0, description="share of the rest that lanes must save before they are made")
     every: float = Field(0.025, gt=0.0, le=1.0, description="share of a plan's seconds after which it is renewed")
     bin_share: float = Field(0.15, gt=0.0, description="remainders that differ by less are exchangeable: they stay")
     belief: Belief = Belief()
 
-    def plan(self, view: LanesView, planned: bool) -> LanePlan:
-        return planned_lanes(view, self.bin_share, None if planned else self.min_gain)
+    def plan(self, view: LanesView) -> LanePlan:
+        return planned_lanes(view, self.bin_share)
 
 
 class ClairvoyantLanes(AutoLanes):
@@ -88,13 +92,11 @@ class ClairvoyantLanes(AutoLanes):
 
     type: Literal["clairvoyant"] = "clairvoyant"
     sees_truth: ClassVar[bool] = True
-
-    def plan(self, view: LanesView, planned: bool) -> LanePlan:
-        return planned_lanes(view, self.bin_share, None)
+    min_gain: ClassVar[float] = float("-inf")
 
 
-def planned_lanes(view: LanesView, bin_share: float, min_gain: float | None) -> LanePlan:
-    """Returns the plan of the module docstring; on if it gains `min_gain` or more (None: whatever it gains)."""
+def planned_lanes(view: LanesView, bin_share: float) -> LanePlan:
+    """Returns the plan of the module docstring. `bin_share`: remainders that differ by less are exchangeable."""
     cost = LaneCost(view.replicas, view.chance, view.max_drafts, view.reserved_tokens, float(view.context.mean()))
     order = np.argsort(cost.speeds, kind="stable")
     key = np.maximum(view.left, view.left_high)
@@ -106,11 +108,10 @@ def planned_lanes(view: LanesView, bin_share: float, min_gain: float | None) -> 
     place = np.empty(len(key), np.int64)
     place[rank] = np.arange(len(key))
     replica = settled(wanted, np.floor(np.log(key) / np.log1p(bin_share)), view.replica, place)
-    count = len(order)
-    mixed_s = cost.seconds(float(key[rank[0]]), *(total / count for total in cutter.totals), max(1, len(key) // count))
-    on = min_gain is None or _drawn_gain(view, cost, replica) >= min_gain
     here = np.where(view.replica >= 0, view.replica, replica)
-    return LanePlan(on, replica, _end_s(view, cost, replica, key), _end_s(view, cost, here, key), mixed_s)
+    end_s = _end_s(view, cost, replica, key)
+    gain = _drawn_gain(view, cost, replica) if len(view.drawn) else 0.0
+    return LanePlan(replica, end_s, _end_s(view, cost, here, key), gain)
 
 
 class Cutter:

@@ -9,6 +9,7 @@ cost is a few numpy operations over all samples. Called by `policies.families.le
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import erfc, log, sqrt
 from typing import NamedTuple
 
@@ -148,8 +149,9 @@ class Remainders(NamedTuple):
     drawn: np.ndarray
 
 
-def remainders(law: LengthLaw, view: BeliefView, quantile: float, draws: int = 0) -> Remainders:
-    """Returns the mean remainder of each sample, a quantile of it, and `draws` draws by fixed fractions.
+def remainders(law: LengthLaw, view: BeliefView, quantile: float, draws: range = range(0)) -> Remainders:
+    """Returns the mean remainder of each sample, a quantile of it, and draws by the fixed fractions of
+    these numbers.
 
     In a draw, a prompt's level is the same for all its samples.
     """
@@ -162,12 +164,12 @@ def remainders(law: LengthLaw, view: BeliefView, quantile: float, draws: int = 0
     parts = [_left(law, view, middle, width, beyond, part) for part in PARTS]
     high = parts[PARTS.index(quantile)] if quantile in PARTS else _left(law, view, middle, width, beyond, quantile)
     drawn = []
-    for turn in range(draws):
+    for turn in draws:
         levels = mean + np.sqrt(variance) * score_beyond(np.log1p(-_fractions(len(mean), turn)))
         of_group = between * levels[group]
         beyond = log_survival((at - of_group) / own)
         drawn.append(_left(law, view, of_group, own, beyond, _fractions(len(at), turn + 0.5)))
-    return Remainders(sum(parts) / len(parts), high, np.array(drawn).reshape(draws, len(at)))
+    return Remainders(sum(parts) / len(parts), high, np.array(drawn).reshape(len(draws), len(at)))
 
 
 def _levels(law: LengthLaw, view: BeliefView, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -227,7 +229,7 @@ def _persist(law: LengthLaw, within: float, prompts: Sequence[Known]) -> float:
     for past, now in prompts:
         epochs = [epoch for epoch in (now, *past) if epoch]
         means = [float(law.score(epoch).mean()) for epoch in epochs]
-        total += sum(new * old for new, old in zip(means, means[1:], strict=False))
+        total += sum(new * old for new, old in pairwise(means))
         count += len(means) - 1
     total = total / max(1.0 - within, 1e-3) + PERSIST_PROMPTS * USUAL_PERSIST
     return min(max(total / (count + PERSIST_PROMPTS), 0.0), MOST_PERSIST)
@@ -238,5 +240,3 @@ def ranked(numbers: Sequence[float]) -> np.ndarray:
     _, place, counts = np.unique(np.asarray(numbers, float), return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return score_beyond(np.log1p(-(ends - counts / 2) / max(len(numbers), 1)))[place]
-
-
