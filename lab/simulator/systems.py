@@ -110,8 +110,8 @@ SYSTEMS = {
     ),
     "tailrace_free": _ours("tailrace without lanes", {"drafting": "goodput"}),
     "clairvoyant": _ours(
-        "tailrace with lanes by true lengths: what scheduling can reach", {"drafting": "goodput", "lanes": "clairvoyant"},
-        reveal=True,
+        "tailrace with lanes by true lengths: what scheduling can reach",
+        {"drafting": "goodput", "lanes": "clairvoyant"}, reveal=True,
     ),
     "tailrace_near": _ours(
         "tailrace; a sample stays where its KV is unless a move pays",

@@ -39,7 +39,7 @@ class LengthTracker:
         """Returns the law of the lengths in a batch: of its prompts' last epoch, and of the batches before it; None if
         those are too few.
         """
-        own = [group.known_lengths()[:1] + ((),) for group in batch.groups.values()]
+        own = [(group.spec.past_lengths, ()) for group in batch.groups.values()]
         return LengthLaw.of([*(self._recent or ()), *own], batch.max_tokens)
 
     # ---- expected lengths ----------------------------------------------------------------------------

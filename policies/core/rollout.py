@@ -7,7 +7,8 @@ Laws kept here, each with a test:
 - KV in the pool is released once, when no sample needs it any more.
 - The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
-`KvTracker` (pool), `LengthTracker`, `Failures`, `UnassignedGroups`, `HeldSamples`, `DraftPlanner`, `LanePlanner`, `Races`, `Scaling`.
+`KvTracker` (pool), `LengthTracker`, `LanePlanner`, `Failures`, `UnassignedGroups`, `HeldSamples`, `DraftPlanner`,
+`Races`, `Scaling`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 

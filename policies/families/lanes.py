@@ -67,32 +67,33 @@ class NoLanes(BaseModel):
         return LanePlan(view.replica, 0.0, 0.0, 0.0)
 
 
-class AutoLanes(BaseModel):
-    """Lanes once they are expected to save `min_gain` of the rest: history or finished mates tell who is long.
-
-    The gain is that of lengths drawn from the beliefs, so a belief that tells little promises little.
-    """
+class ClairvoyantLanes(BaseModel):
+    """Lanes by true lengths: the bound for every belief. Only if lengths are known: in simulation and replay."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    type: Literal["auto"] = "auto"
+    type: Literal["clairvoyant"] = "clairvoyant"
     file_keys: ClassVar[tuple[str, ...]] = ()
     on: ClassVar[bool] = True
-    sees_truth: ClassVar[bool] = False
-    min_gain: float = Field(0.015, le=1.0, description="share of the rest that lanes must save before they are made")
+    sees_truth: ClassVar[bool] = True
+    min_gain: ClassVar[float] = float("-inf")
+    belief: ClassVar[Belief] = Belief()
     every: float = Field(0.025, gt=0.0, le=1.0, description="share of a plan's seconds after which it is renewed")
     bin_share: float = Field(0.15, gt=0.0, description="remainders that differ by less are exchangeable: they stay")
-    belief: Belief = Belief()
 
     def plan(self, view: LanesView) -> LanePlan:
         return planned_lanes(view, self.bin_share)
 
 
-class ClairvoyantLanes(AutoLanes):
-    """Lanes by true lengths: the bound for every belief. Only if lengths are known: in simulation and replay."""
+class AutoLanes(ClairvoyantLanes):
+    """Lanes once they are expected to save `min_gain` of the rest: history or finished mates tell who is long.
 
-    type: Literal["clairvoyant"] = "clairvoyant"
-    sees_truth: ClassVar[bool] = True
-    min_gain: ClassVar[float] = float("-inf")
+    The gain is that of remainders drawn from the beliefs, so a belief that tells little promises little.
+    """
+
+    type: Literal["auto"] = "auto"
+    sees_truth: ClassVar[bool] = False
+    min_gain: float = Field(0.015, le=1.0, description="share of the rest that lanes must save before they are made")
+    belief: Belief = Field(Belief(), description="what is believed of lengths")
 
 
 def planned_lanes(view: LanesView, bin_share: float) -> LanePlan:

@@ -33,13 +33,13 @@ PARTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Quantiles whose mean is the mean remainder: against an integral, 2 % at a spread of 1."""
 
 LEAST_WITHIN, MOST_WITHIN = 0.01, 0.97
-"""Limits of `within`: neither extreme was ever measured (RhymeRL 0.02, the AMC trace 0.51), and both would be certain."""
+"""Limits of `within`: RhymeRL has 0.02, the AMC trace 0.51; a share of 0 or 1 would be certain."""
 
 USUAL_WITHIN = 0.5
 """`within` while no prompt has two answers: that of the AMC trace, the most cautious that was measured."""
 
 USUAL_PERSIST, PERSIST_PROMPTS = 0.8, 8
-"""`persist` before any prompt was seen in two epochs, and its weight in prompts: the AMC trace has 0.8 over 400 steps."""
+"""`persist` before any prompt was seen in two epochs, and its weight in prompts."""
 
 MOST_PERSIST = 0.995
 
@@ -76,7 +76,7 @@ Known = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class LengthLaw:
-    """`scores` and `logs`, both f64[KNOTS] and rising: the log length at each normal score. See the module docstring."""
+    """`logs`, f64[KNOTS]: the log length at each normal score of `scores`, f64[KNOTS]; both rise."""
 
     scores: np.ndarray
     logs: np.ndarray
