@@ -26,11 +26,8 @@ from tailrace.policies.protocol.views import BeliefView, LaneReplica, LanesView
 LOOK_S = 0.25
 """Seconds between two looks for an idle replica, or between two plans: a look reads the books of every replica."""
 
-DRAWS, DRAWN_SAMPLES = 6, 3_000
-"""Draws of remainders by which a plan's gain is estimated, one at least, and the samples that they may have in all."""
-
-GAIN_WEIGHT = 0.3
-"""Weight of a plan's gain in the mean over a batch's plans, which begins at 0: one plan's is off by 2 %."""
+DRAWS = 2
+"""Draws of remainders by which the gain of lanes is estimated, once for a batch."""
 
 
 class LanePlanner:
@@ -48,8 +45,7 @@ class LanePlanner:
         self._batch: Batch | None = None  # looked at last
         self._law: LengthLaw | None = None
         self._levels: dict[Group, tuple[float, float]] = {}
-        self._planned, self._gain = False, 0.0  # whether the batch has lanes, and the mean gain of plans before it had
-        self._plans = 0
+        self._planned: bool | None = None  # whether the batch has lanes; None before its first plan
         self._ready: list[str] = []  # replicas of the last plan
         self._due_s = self._looked_s = float("-inf")
         self.end_s = 0.0
@@ -76,13 +72,13 @@ class LanePlanner:
 
     def forget_batch(self, batch: Batch) -> None:
         if self._batch is batch:
-            self._batch, self._law, self._planned, self._levels = None, None, False, {}
+            self._batch, self._law, self._planned, self._levels = None, None, None, {}
 
     # ---- plans ----------------------------------------------------------------------------------------
 
     def is_lane(self, sample: Sample) -> bool:
         """Returns whether a sample's home is a lane."""
-        return self._planned and sample.home is not None and sample.group.batch is self._batch
+        return bool(self._planned) and sample.home is not None and sample.group.batch is self._batch
 
     def fits(self, sample: Sample, need_tokens: int) -> bool:
         """Returns whether a sample's home has room for a chunk of `need_tokens` when it is empty."""
@@ -104,7 +100,9 @@ class LanePlanner:
         if now < self._due_s and ready == self._ready and not (self._planned and self._is_idle(ready)):
             return []
         self._ready, self._due_s = ready, now + LOOK_S
-        knows = self._policy.sees_truth or self._law is not None
+        if self._law is None and not self._policy.sees_truth:
+            self._law = self._lengths.law(batch)
+        knows = (self._policy.sees_truth or self._law is not None) and self._planned is not False
         return self._plan(now, batch, ready) if knows and len(ready) > 1 else []
 
     def _alone(self) -> bool:
@@ -112,8 +110,8 @@ class LanePlanner:
         return len(self._buffer.batches) == 1
 
     def _begin(self, batch: Batch) -> None:
-        self._batch, self._planned, self._gain, self._plans, self._levels = batch, False, 0.0, 0, {}
-        self._law = None if self._policy.sees_truth else self._lengths.law(batch)
+        self._batch, self._planned, self._levels = batch, None, {}
+        self._law = None
         self._due_s = float("-inf")
 
     def _is_idle(self, ready: list[str]) -> bool:
@@ -124,7 +122,7 @@ class LanePlanner:
         if not self._planned:
             self._batch = None
             return []
-        batch, self._batch, self._planned = self._batch, None, False
+        batch, self._batch, self._planned = self._batch, None, None
         had = [s for g in batch.groups.values() for s in g.samples if s.home is not None and g.home is None]
         for sample in had:
             sample.home = None
@@ -140,11 +138,11 @@ class LanePlanner:
         view = self._view(now, samples, self._left(groups, samples), ready)
         plan = self._policy.plan(view)
         self._due_s = now + max(LOOK_S, self._policy.every * plan.end_s)
-        self._gain += GAIN_WEIGHT * (plan.gain - self._gain)
-        self._plans += 1
-        if not self._planned and self._gain < self._policy.min_gain:
+        self.end_s = now + plan.end_s
+        if self._planned is None:
+            self._planned = plan.gain >= self._policy.min_gain
+        if not self._planned:
             return []
-        self._planned, self.end_s = True, now + plan.end_s
         return self._apply(samples, plan, ready)
 
     def _is_measured(self, ready: list[str]) -> bool:
@@ -154,7 +152,7 @@ class LanePlanner:
         """Gives samples their homes. Returns the waiting ones whose home has changed."""
         gain_s = plan.stay_s - plan.end_s
         chunks = {chunk.sample: chunk for chunk in self._running.chunks.values() if chunk.copy_of is None}
-        again = []
+        again: dict[Sample, None] = {}
         for sample, place in zip(samples, plan.replica.tolist(), strict=True):
             home = ready[place]
             if sample.state is RUNNING:
@@ -166,8 +164,28 @@ class LanePlanner:
                 if not self.fits(sample, sample.need_tokens):
                     sample.home = None
                 if sample.home != before:
-                    again.append(sample)
-        return again
+                    again[sample] = None
+        again |= dict.fromkeys(self._fill_idle(samples, ready))
+        return list(again)
+
+    def _fill_idle(self, samples: list[Sample], ready: list[str]) -> list[Sample]:
+        """Gives each replica that nothing runs on or waits for a sample that waits for room on another. Returns those.
+
+        Its lane may be of samples that still run elsewhere.
+        """
+        idle = [replica_id for replica_id in ready if not self._table.running(replica_id)]
+        waiting = [sample for sample in samples if sample.state is WAITING] if idle else []
+        homes = {sample.home for sample in waiting}
+        moved = []
+        for replica_id in (one for one in idle if one not in homes):
+            for sample in waiting:
+                there = self._table.room_tokens(sample.home) if sample.home is not None else 0
+                if there < sample.need_tokens <= self._table.whole_tokens(replica_id):
+                    sample.home = replica_id
+                    moved.append(sample)
+                    waiting.remove(sample)
+                    break
+        return moved
 
     def _move(self, chunk: Chunk, gain_s: float) -> None:
         """Stops a running chunk if the plan gains more than its move takes, and it would not end before."""
@@ -196,6 +214,7 @@ class LanePlanner:
             ),
             chance=table.mean_chance(),
             max_drafts=self._max_drafts,
+            told=1.0 if self._policy.sees_truth or self._planned else self._told(samples),
             reserved_tokens=sum(chunk.max_tokens for chunk in chunks) / len(chunks) / 2 if chunks else 0.0,
         )
 
@@ -219,8 +238,16 @@ class LanePlanner:
             made=made,
             max_tokens=np.array([sample.max_tokens for sample in samples]),
         )
-        draws = 0 if self._planned else min(DRAWS, 1 + DRAWN_SAMPLES // len(samples))
-        return self._policy.belief.left(self._law, view, range(DRAWS * self._plans, DRAWS * self._plans + draws))
+        return self._policy.belief.left(self._law, view, DRAWS if self._planned is None else 0)
+
+    def _told(self, samples: list[Sample]) -> float:
+        """Returns the share of the variance of lengths that is known: what a prompt's level explains, as far as history
+        and predictions tell it, or mates are going to.
+        """
+        sizes = {sample.group: len(sample.group.samples) for sample in samples}
+        mates = 1.0 - len(sizes) / sum(sizes.values())
+        variance = sum(self._levels[group][1] for group in sizes) / len(sizes)
+        return (1.0 - self._law.within) * max(mates, 1.0 - variance)
 
     def _believe(self, groups: list[Group]) -> None:
         """Adds the levels of new groups, by their history and predictions."""

@@ -26,8 +26,8 @@ ROUNDS = 12
 
 class LanePlan(NamedTuple):
     """`replica`, int64[n]: index of each sample's replica. `end_s`: seconds until the last lane is expected to end;
-    `stay_s`: the same if each sample stays where it is. `gain`: share of the rest that lanes save over like mixes on
-    all replicas, the mean over drawn remainders.
+    `stay_s`: the same if each sample stays where it is. `gain`: share of the rest that lanes are expected to save over
+    like mixes on all replicas; 0 if the view has no drawn remainders.
     """
 
     replica: np.ndarray
@@ -39,7 +39,7 @@ class LanePlan(NamedTuple):
 @runtime_checkable
 class Lanes(Protocol):
     """A lanes policy, built in or the user's own. `every`: share of a plan's seconds after which it is renewed.
-    `min_gain`: mean gain of a batch's plans from which it has lanes; it keeps them.
+    `min_gain`: gain of a batch's first plan from which it has lanes, until it ends.
     """
 
     on: bool
@@ -67,16 +67,12 @@ class NoLanes(BaseModel):
         return LanePlan(view.replica, 0.0, 0.0, 0.0)
 
 
-class ClairvoyantLanes(BaseModel):
-    """Lanes by true lengths: the bound for every belief. Only if lengths are known: in simulation and replay."""
+class ByRemainder(BaseModel):
+    """Base of lanes by sorted remainders."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    type: Literal["clairvoyant"] = "clairvoyant"
     file_keys: ClassVar[tuple[str, ...]] = ()
     on: ClassVar[bool] = True
-    sees_truth: ClassVar[bool] = True
-    min_gain: ClassVar[float] = float("-inf")
-    belief: ClassVar[Belief] = Belief()
     every: float = Field(0.025, gt=0.0, le=1.0, description="share of a plan's seconds after which it is renewed")
     bin_share: float = Field(0.15, gt=0.0, description="remainders that differ by less are exchangeable: they stay")
 
@@ -84,35 +80,60 @@ class ClairvoyantLanes(BaseModel):
         return planned_lanes(view, self.bin_share)
 
 
-class AutoLanes(ClairvoyantLanes):
-    """Lanes once they are expected to save `min_gain` of the rest: history or finished mates tell who is long.
-
-    The gain is that of remainders drawn from the beliefs, so a belief that tells little promises little.
-    """
+class AutoLanes(ByRemainder):
+    """Lanes for batches that are expected to gain `min_gain`: history, mates or predictions tell who is long."""
 
     type: Literal["auto"] = "auto"
     sees_truth: ClassVar[bool] = False
-    min_gain: float = Field(0.015, le=1.0, description="share of the rest that lanes must save before they are made")
+    min_gain: float = Field(0.04, le=1.0, description="share of a batch's time that lanes must be expected to save")
     belief: Belief = Field(Belief(), description="what is believed of lengths")
+
+
+class ClairvoyantLanes(ByRemainder):
+    """Lanes by true lengths: the bound for every belief. Only if lengths are known: in simulation and replay."""
+
+    type: Literal["clairvoyant"] = "clairvoyant"
+    sees_truth: ClassVar[bool] = True
+    min_gain: ClassVar[float] = float("-inf")
+    belief: ClassVar[Belief] = Belief()
 
 
 def planned_lanes(view: LanesView, bin_share: float) -> LanePlan:
     """Returns the plan of the module docstring. `bin_share`: remainders that differ by less are exchangeable."""
     cost = LaneCost(view.replicas, view.chance, view.max_drafts, view.reserved_tokens, float(view.context.mean()))
-    order = np.argsort(cost.speeds, kind="stable")
     key = np.maximum(view.left, view.left_high)
-    rank = np.argsort(-key, kind="stable")
-    cutter = Cutter(cost, key[rank], view.left[rank], view.context[rank], [cost.speeds[i] for i in order])
-    lane = np.repeat(np.arange(len(order)), np.diff(cutter.cuts()))
-    wanted = np.empty(len(key), np.int64)
-    wanted[rank] = order[lane]
+    wanted, rank = _cut(cost, key, view.left, view.context)
     place = np.empty(len(key), np.int64)
     place[rank] = np.arange(len(key))
     replica = settled(wanted, np.floor(np.log(key) / np.log1p(bin_share)), view.replica, place)
     here = np.where(view.replica >= 0, view.replica, replica)
-    end_s = _end_s(view, cost, replica, key)
-    gain = _drawn_gain(view, cost, replica) if len(view.drawn) else 0.0
-    return LanePlan(replica, end_s, _end_s(view, cost, here, key), gain)
+    ends = (float(_ends_s(cost, at, view.left, key, view.context).max()) for at in (replica, here))
+    return LanePlan(replica, *ends, _gain(view, cost) if len(view.drawn) else 0.0)
+
+
+def _cut(cost: LaneCost, key: np.ndarray, left: np.ndarray, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the replica of each sample's lane, and the samples in the order of falling keys; both int64[n]."""
+    order, rank = np.argsort(cost.speeds, kind="stable"), np.argsort(-key, kind="stable")
+    cutter = Cutter(cost, key[rank], left[rank], context[rank], [cost.speeds[i] for i in order])
+    wanted = np.empty(len(key), np.int64)
+    wanted[rank] = order[np.repeat(np.arange(len(order)), np.diff(cutter.cuts()))]
+    return wanted, rank
+
+
+def _gain(view: LanesView, cost: LaneCost) -> float:
+    """Returns the share of the rest that lanes by drawn remainders save over like mixes, times `told` squared.
+
+    Of what perfect knowledge saves, correlations of 0.7 and 0.9 save 0 and a third in simulations, the squares of their
+    shares 0.24 and 0.66: the square errs towards lanes where there is much to save.
+    """
+    saved = 0.0
+    for drawn in view.drawn:
+        planned, rank = _cut(cost, drawn, drawn, view.context)
+        mixed = np.empty(len(drawn), np.int64)
+        mixed[rank] = np.arange(len(drawn)) % len(view.replicas)
+        ends = [_ends_s(cost, replica, drawn, drawn, view.context).max() for replica in (planned, mixed)]
+        saved += 1.0 - ends[0] / ends[1]
+    return float(view.told**2 * saved / len(view.drawn))
 
 
 class Cutter:
@@ -177,6 +198,9 @@ class Cutter:
         count, begin, cuts, size = len(self._key), first, [first], 1
         for lane in range(first, lanes - 1):
             size = self._size(lane, begin, size, end_s)
+            size = max(
+                1, min(size, count - begin - (lanes - 1 - lane))
+            )  # the others have one each, as far as there are
             begin = min(begin + size, count)
             cuts.append(begin)
         if begin < count:
@@ -227,23 +251,8 @@ def settled(wanted: np.ndarray, bins: np.ndarray, present: np.ndarray, place: np
     return found
 
 
-def _end_s(view: LanesView, cost: LaneCost, replica: np.ndarray, longest: np.ndarray) -> float:
-    """Returns the seconds until the last replica ends, each with its samples' mean remainders and its longest one."""
-    return _ends_s(cost, replica, view.left, longest, view.context).max()
-
-
-def _drawn_gain(view: LanesView, cost: LaneCost, replica: np.ndarray) -> float:
-    """Returns the share of the rest that a plan saves over like mixes, the mean over drawn lengths."""
-    mixed = planned = 0.0
-    mixes = np.empty(len(replica), np.int64)
-    mixes[np.argsort(-view.left, kind="stable")] = np.arange(len(replica)) % len(view.replicas)
-    for drawn in view.drawn:
-        mixed += _ends_s(cost, mixes, drawn, drawn, view.context).max()
-        planned += _ends_s(cost, replica, drawn, drawn, view.context).max()
-    return 1.0 - planned / mixed if mixed else 0.0
-
-
 def _ends_s(cost: LaneCost, replica: np.ndarray, left, longest, context: np.ndarray) -> np.ndarray:
+    """Returns the seconds until each replica ends: f64[replicas]."""
     count = len(cost.speeds)
     total = np.bincount(replica, left, minlength=count).tolist()
     held = np.bincount(replica, left * (context + 0.5 * left), minlength=count).tolist()

@@ -145,8 +145,8 @@ class Belief(BaseModel):
         )
         return _within(group, generated, generated + ceil(self.left(law, view).mean[0]))
 
-    def left(self, law: LengthLaw, view: BeliefView, draws: range = range(0)) -> Remainders:
-        """Returns what samples still make: mean, quantile, and the draws of these numbers; see `Remainders`."""
+    def left(self, law: LengthLaw, view: BeliefView, draws: int = 0) -> Remainders:
+        """Returns what samples still make: mean, quantile, and `draws` draws; see `Remainders`."""
         return remainders(law, view, self.quantile, draws)
 
 

@@ -12,7 +12,6 @@ from math import log2
 import numpy as np
 
 from tailrace.policies.protocol.performance import Performance
-from tailrace.policies.protocol.step_cost import StepCost
 from tailrace.policies.protocol.views import LaneReplica
 
 LOOKED_AT = 16
@@ -42,8 +41,7 @@ class LaneCost:
     ):  # fmt: skip
         measured = [one.performance for one in replicas if one.performance is not None]
         chosen = measured[:: max(1, len(measured) // LOOKED_AT)][:LOOKED_AT]
-        costs = [StepCost(one.step_tokens, one.step_seconds) for one in chosen]
-        steps = np.mean([cost.at(TOKENS) for cost in costs], axis=0)
+        steps = np.mean([_steps(one, TOKENS) for one in chosen], axis=0)
         self.speeds = [_speed(one.performance, steps) for one in replicas]
         self._kv = sum(one.kv_tokens for one in replicas) / len(replicas)
         self._most_running = sum(one.max_running for one in replicas) / len(replicas)
@@ -54,7 +52,7 @@ class LaneCost:
         drafts = np.arange(1 + min(max_drafts, MOST_DRAFTS))
         made = np.cumsum(chance**drafts)
         tokens = np.maximum(chunks[:, None] * (1 + drafts), 1.0)
-        steps = np.mean([cost.at(tokens) for cost in costs], axis=0) + (chunk_s * chunks)[:, None]
+        steps = np.mean([_steps(one, tokens) for one in chosen], axis=0) + (chunk_s * chunks)[:, None]
         best = np.argmin((steps + (self._context_s * context_tokens * chunks)[:, None]) / made, axis=1)
         self._step_s = (steps[np.arange(len(chunks)), best] / made[best]).tolist()
         self._share = (1.0 / made[best]).tolist()
@@ -74,8 +72,19 @@ class LaneCost:
         return times * step + self._context_s * held * (share[place] + part * (share[place + 1] - share[place]))
 
 
+def _steps(performance: Performance, tokens) -> np.ndarray:
+    """Returns the seconds of steps of this many tokens, above 0, without a chunk's own: f64, of the shape of `tokens`.
+
+    As `StepCost.at`, for reports that need not be those of a measured curve.
+    """
+    x, y = np.array(performance.step_tokens), np.array(performance.step_seconds)
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return np.maximum(np.interp(tokens, x, y) + slope * np.maximum(np.asarray(tokens) - x[-1], 0.0), 1e-9)
+
+
 def _speed(performance: Performance | None, steps: np.ndarray) -> float:
+    """Returns a replica's seconds over the mean of all, by the smaller numbers of TOKENS; 1 within LIKE."""
     if performance is None:
         return 1.0
-    speed = float((StepCost(performance.step_tokens, performance.step_seconds).at(TOKENS) / steps)[:8].mean())
+    speed = float((_steps(performance, TOKENS) / steps)[:8].mean())
     return 1.0 if abs(speed - 1.0) <= LIKE else speed

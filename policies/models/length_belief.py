@@ -91,13 +91,13 @@ class LengthLaw:
 
     @classmethod
     def of(cls, prompts: Sequence[Known], max_tokens: int) -> "LengthLaw | None":
-        """Returns the law of all answers of the newest two epochs of these prompts, or None for too few.
+        """Returns the law of all answers of the newest two epochs of these prompts, or None for too few, or of 1 token.
 
         Beyond the longest one it continues as steeply as its upper half, up to `max_tokens`.
         """
         pools = [pool for past, now in prompts for pool in (now, *past[:1]) if pool]
         lengths = np.log(np.maximum(np.sort(np.concatenate(pools)), 1)) if pools else np.zeros(0)
-        if len(lengths) < FEW_ANSWERS:
+        if len(lengths) < FEW_ANSWERS or max_tokens < 2:
             return None
         at = normal_scores(len(lengths))
         scores = np.linspace(-TOP, TOP, KNOTS)
@@ -149,9 +149,8 @@ class Remainders(NamedTuple):
     drawn: np.ndarray
 
 
-def remainders(law: LengthLaw, view: BeliefView, quantile: float, draws: range = range(0)) -> Remainders:
-    """Returns the mean remainder of each sample, a quantile of it, and draws by the fixed fractions of
-    these numbers.
+def remainders(law: LengthLaw, view: BeliefView, quantile: float, draws: int = 0) -> Remainders:
+    """Returns the mean remainder of each sample, a quantile of it, and `draws` draws by fixed fractions.
 
     In a draw, a prompt's level is the same for all its samples.
     """
@@ -164,12 +163,12 @@ def remainders(law: LengthLaw, view: BeliefView, quantile: float, draws: range =
     parts = [_left(law, view, middle, width, beyond, part) for part in PARTS]
     high = parts[PARTS.index(quantile)] if quantile in PARTS else _left(law, view, middle, width, beyond, quantile)
     drawn = []
-    for turn in draws:
+    for turn in range(draws):
         levels = mean + np.sqrt(variance) * score_beyond(np.log1p(-_fractions(len(mean), turn)))
         of_group = between * levels[group]
         beyond = log_survival((at - of_group) / own)
         drawn.append(_left(law, view, of_group, own, beyond, _fractions(len(at), turn + 0.5)))
-    return Remainders(sum(parts) / len(parts), high, np.array(drawn).reshape(len(draws), len(at)))
+    return Remainders(sum(parts) / len(parts), high, np.array(drawn).reshape(draws, len(at)))
 
 
 def _levels(law: LengthLaw, view: BeliefView, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -95,12 +95,13 @@ class LanesView(NamedTuple):
     now: float
     left: np.ndarray  # f64[n]: expected remainder in tokens, 1 at least
     left_high: np.ndarray  # f64[n]: a quantile of it
-    drawn: np.ndarray  # f64[d, n]: what the remainders may turn out to be
+    drawn: np.ndarray  # f64[d, n]: what the remainders may turn out to be; none after a batch's first plan
     context: np.ndarray  # int64[n]: tokens of context
     replica: np.ndarray  # int64[n]: index of the replica that it runs on or has its lane on; -1 if none
     replicas: tuple[LaneReplica, ...]
     chance: float  # mean chance that a draft token is right if all before it are
     max_drafts: int  # draft tokens in a step, at most
+    told: float  # share of the variance of lengths that history, predictions and mates tell, or are going to
     reserved_tokens: float  # KV that a running chunk reserves beyond its context, mean
 
 
