@@ -153,6 +153,9 @@ class Player:
     def run(self) -> Play:
         if self.play.core.policies.lanes.on:
             self.feed(ev.LengthsSeen(0.0, tuple(((), (3, 40, 9 * n, 60)) for n in range(1, 12))))
+            for n in range(3):
+                self.feed(ev.ReplicaJoined(0.0, f"r{n}", 16, (20, 30, 40)[n], 3, 0, 0, f"n{n % 2}"))
+                self.feed(measured(0.0, f"r{n}"))
         while self.at < len(self.data):
             self.now += 1.0
             getattr(self, self.pick(self._operations))()
@@ -429,7 +432,7 @@ class Player:
                 self.play.idle += [
                     f"{sample.sample_id} waits for {sample.home}, {i} is idle at {self.now}"
                     for i in idle
-                    if core.replicas.performance(i) and sample.need_tokens <= core.replicas.whole_tokens(i)
+                    if core.replicas.performance(i) and core._lanes.fits(sample, i)
                 ]
 
     def _need_tokens(self, sample_id: str) -> int:
@@ -448,6 +451,13 @@ OPEN_BATCHES = (*_OPERATIONS, *("open",) * 3, *("add",) * 6, *("cancel_one",) * 
 
 TURNS = (*OPEN_BATCHES, *("hold",) * 3, *("come_back",) * 6)
 """With samples of several turns, too."""
+
+
+LANE_PLAYS = (
+    ("tick",) * 7 + ("finish",) * 10 + ("stream",) * 4 + ("measure",) * 3 + ("join",) * 2 + ("rejoin",) * 2 + ("fail",)
+    + ("submit", "cancel_one", "lose", "weights", "hold", "come_back", "come_back", "illegal")
+)  # fmt: skip
+"""With few batches, so that mostly one is in flight. Plays with lanes begin on three measured replicas."""
 
 
 def rejoined(join: ev.ReplicaJoined, now: float, version: int) -> ev.ReplicaJoined:

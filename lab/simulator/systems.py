@@ -25,9 +25,6 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.families.tail import Hold
 
-LEAST_CHUNK = 2_048
-"""Tokens of a chunk below which `chunk_share` does not go: of 640 instead of these, hand-overs cost `ppo-32b` 1.3 %."""
-
 Evidence = Literal["own", "group", "history", "all"]
 
 
@@ -49,7 +46,7 @@ class System:
     holds: bool = True
 
     def bundle(self, chunk_tokens: int) -> Policies:
-        tokens = max(round(chunk_tokens * self.chunk_share), min(chunk_tokens, LEAST_CHUNK))
+        tokens = max(1, round(chunk_tokens * self.chunk_share))
         return Policies(**{"chunking": {"type": "fixed", "chunk_tokens": tokens}} | self.policies)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from tailrace.policies.core.fit_queue import STEP_TOKENS
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Batch, Chunk, Group, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.sample_states import RUNNING, WAITING
 from tailrace.policies.core.scaling import left_s, move_s
+from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.lanes import LanePlan
 from tailrace.policies.families.registry import Policies, name_of
 from tailrace.policies.models.length_belief import LengthLaw, Remainders, ranked
@@ -34,10 +36,10 @@ class LanePlanner:
     """Writes `Sample.home` of the batch that has lanes. `end_s`: when its last lane is expected to end."""
 
     def __init__(
-        self, policies: Policies, table: ReplicaTable, running: RunningChunks, buffer: RequestBuffer,
-        lengths: LengthTracker,
+        self, policies: Policies, table: ReplicaTable, waiting: WaitQueue, running: RunningChunks,
+        buffer: RequestBuffer, lengths: LengthTracker,
     ):  # fmt: skip
-        self._policy, self._table, self._running = policies.lanes, table, running
+        self._policy, self._table, self._waiting, self._running = policies.lanes, table, waiting, running
         self._buffer, self._lengths = buffer, lengths
         self._max_drafts = policies.drafting.max_draft_tokens
         self._binds = policies.placement.sticky
@@ -48,6 +50,7 @@ class LanePlanner:
         self._planned: bool | None = None  # whether the batch has lanes; None before its first plan
         self._ready: list[str] = []  # replicas of the last plan
         self._due_s = self._looked_s = float("-inf")
+        self._looked = False  # whether idle replicas are to be looked for in this decision
         self.end_s = 0.0
 
     # ---- true lengths --------------------------------------------------------------------------------
@@ -80,9 +83,9 @@ class LanePlanner:
         """Returns whether a sample's home is a lane."""
         return bool(self._planned) and sample.home is not None and sample.group.batch is self._batch
 
-    def fits(self, sample: Sample, need_tokens: int) -> bool:
-        """Returns whether a sample's home has room for a chunk of `need_tokens` when it is empty."""
-        return need_tokens <= self._table.whole_tokens(sample.home)
+    def fits(self, sample: Sample, replica_id: str) -> bool:
+        """Returns whether an empty replica has room for a sample's next chunk, rounded up as queues do."""
+        return -(-sample.need_tokens // STEP_TOKENS) * STEP_TOKENS <= self._table.whole_tokens(replica_id)
 
     def renew(self, now: float) -> list[Sample]:
         """Plans if a plan is due. Returns the waiting samples whose home has changed, in order of arrival."""
@@ -92,7 +95,7 @@ class LanePlanner:
             return self._free()
         if now < self._looked_s + LOOK_S and self._batch is not None:
             return []
-        self._looked_s = now
+        self._looked_s, self._looked = now, True
         batch = next(iter(self._buffer.batches.values()))
         if batch is not self._batch:
             self._begin(batch)
@@ -161,30 +164,28 @@ class LanePlanner:
                     self._move(chunk, gain_s)
             elif sample.home != home:
                 before, sample.home = sample.home, home
-                if not self.fits(sample, sample.need_tokens):
+                if not self.fits(sample, home):
                     sample.home = None
                 if sample.home != before:
                     again[sample] = None
-        again |= dict.fromkeys(self._fill_idle(samples, ready))
         return list(again)
 
-    def _fill_idle(self, samples: list[Sample], ready: list[str]) -> list[Sample]:
-        """Gives each replica that nothing runs on or waits for a sample that waits for room on another. Returns those.
-
-        Its lane may be of samples that still run elsewhere.
+    def fill_idle(self) -> list[Sample]:
+        """Gives each replica on which nothing runs a sample that waits for room on another, once all that can start
+        have. Returns those. Its lane may be of samples that still run elsewhere.
         """
-        idle = [replica_id for replica_id in ready if not self._table.running(replica_id)]
-        waiting = [sample for sample in samples if sample.state is WAITING] if idle else []
-        homes = {sample.home for sample in waiting}
+        looked, self._looked = self._looked, False
+        if not (looked and self._planned and len(self._waiting)):
+            return []
+        idle = [replica_id for replica_id in self._table.ready() if not self._table.running(replica_id)]
+        waiting = [sample for sample in self._waiting.samples() if self.is_lane(sample)] if idle else []
         moved = []
-        for replica_id in (one for one in idle if one not in homes):
-            for sample in waiting:
-                there = self._table.room_tokens(sample.home) if sample.home is not None else 0
-                if there < sample.need_tokens <= self._table.whole_tokens(replica_id):
-                    sample.home = replica_id
-                    moved.append(sample)
-                    waiting.remove(sample)
-                    break
+        for replica_id in idle:
+            found = next((sample for sample in waiting if self.fits(sample, replica_id)), None)
+            if found is not None:
+                waiting.remove(found)
+                found.home = replica_id
+                moved.append(found)
         return moved
 
     def _move(self, chunk: Chunk, gain_s: float) -> None:

@@ -72,7 +72,14 @@ class RolloutCore:
         self._prefetch_planner = PrefetchPlanner(policies.prefetch, self.replicas, self._waiting, self._running)
         self._races = Races(policies.racing, self.replicas, self._running, exactness)
         self._draft_planner = DraftPlanner(policies.draft_models, self.replicas, self._buffer)
-        self._lanes = LanePlanner(policies, self.replicas, self._running, self._buffer, self._lengths)
+        self._lanes = LanePlanner(
+            policies=policies,
+            table=self.replicas,
+            waiting=self._waiting,
+            running=self._running,
+            buffer=self._buffer,
+            lengths=self._lengths,
+        )
         self._dispatcher = Dispatcher(
             policies=policies,
             table=self.replicas,
@@ -287,15 +294,24 @@ class RolloutCore:
                 self._put(sample)
         for sample in self._lanes.renew(now):
             self._requeue(sample)
-        homes = self._waiting.homes()
-        for home in homes:
-            while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
-                self._place(found)
+        homes = self._start_bound()
+        if moved := self._lanes.fill_idle():
+            for sample in moved:
+                self._requeue(sample)
+            homes += self._start_bound()
         while self._waiting and (roomiest := self.replicas.roomiest()) is not None:
             found = self._waiting.take_first(None, self.replicas.room_tokens(roomiest))
             if found is None:
                 break
             self._place(found)
+        return homes
+
+    def _start_bound(self) -> list[str]:
+        """Starts every chunk of a bound sample that can start now. Returns the replicas that were considered."""
+        homes = self._waiting.homes()
+        for home in homes:
+            while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
+                self._place(found)
         return homes
 
     def _give_up(self) -> None:
@@ -380,7 +396,7 @@ class RolloutCore:
         if sample.chunk_tokens is not None:
             chunk_tokens = min(chunk_tokens, sample.chunk_tokens)
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
-        if self._lanes.is_lane(sample) and not self._lanes.fits(sample, sample.need_tokens):
+        if self._lanes.is_lane(sample) and not self._lanes.fits(sample, sample.home):
             sample.home = None
         self._waiting.put(sample, view)
 
