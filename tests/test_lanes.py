@@ -235,9 +235,7 @@ def test_a_prediction_tells_as_far_as_it_is_good():
         assert any("lane" in a.reason for a in actions) == followed
         if followed:
             at = started(actions)
-            assert {at[f"g{n}#0"] for n in range(1, 32, 4)} == {"a"} and {at[f"g{n}#0"] for n in range(0, 32, 4)} == {
-                "b"
-            }
+            assert [sample_id for sample_id, replica in at.items() if replica == at["g7#0"]] == ["g7#0"]
 
 
 @pytest.mark.parametrize(
