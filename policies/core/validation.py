@@ -97,7 +97,8 @@ def check_return(event: SampleReturned, sample: Sample) -> None:
 def check_measured(event: ReplicaMeasured) -> None:
     """Checks that all figures are finite and none is negative, and that steps are points of a line."""
     one = event.performance
-    figures = (*one.step_tokens, *one.step_seconds, one.chunk_s, one.drafts, one.fetch_base_s, one.fetch_token_s,
+    figures = (*one.step_tokens, *one.step_seconds, one.chunk_s, one.drafts, one.context_token_s,
+               one.context_tokens, one.fetch_base_s, one.fetch_token_s,
                one.prefill_token_s, *one.drafter_samples, *one.drafter_seconds, one.start_s)  # fmt: skip
     drafter = len(one.drafter_samples) == len(one.drafter_seconds)
     grows = all(a < b for points in (one.step_tokens, one.drafter_samples) for a, b in pairwise(points))
