@@ -104,7 +104,7 @@ class LanePlanner:
             return []
         self._ready, self._due_s = ready, now + LOOK_S
         if self._law is None and not self._policy.sees_truth:
-            self._law = self._lengths.law(batch)
+            self._law = self._lengths.law(batch, self._policy.belief.min_answers)
         knows = (self._policy.sees_truth or self._law is not None) and self._planned is not False
         return self._plan(now, batch, ready) if knows and len(ready) > 1 else []
 

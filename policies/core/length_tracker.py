@@ -35,12 +35,12 @@ class LengthTracker:
         if self._recent is not None:
             self._recent += [known for known in prompts if known[1]]
 
-    def law(self, batch: Batch) -> LengthLaw | None:
+    def law(self, batch: Batch, min_answers: int) -> LengthLaw | None:
         """Returns the law of the lengths in a batch: of its prompts' last epoch, and of the batches before it; None if
-        those are too few.
+        those are fewer than `min_answers`.
         """
         own = [(group.spec.past_lengths, ()) for group in batch.groups.values()]
-        return LengthLaw.of([*(self._recent or ()), *own], batch.max_tokens)
+        return LengthLaw.of([*(self._recent or ()), *own], batch.max_tokens, min_answers)
 
     # ---- expected lengths ----------------------------------------------------------------------------
 

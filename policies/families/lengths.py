@@ -125,6 +125,7 @@ class Belief(BaseModel):
     file_keys: ClassVar[tuple[str, ...]] = ()
     reads_all: ClassVar[bool] = True
     quantile: float = Field(0.5, gt=0.0, lt=1.0, description="of a remainder, by which lanes sort samples")
+    min_answers: int = Field(32, ge=2, description="known answers below which lanes believe nothing")
 
     def expected(self, group: LengthsView, generated: int) -> int:
         batch = group.batch

@@ -44,8 +44,7 @@ USUAL_PERSIST, PERSIST_PROMPTS = 0.8, 8
 MOST_PERSIST = 0.995
 
 FEW_ANSWERS = 32
-"""Number of known answers below which there is no law: its upper tail would be a guess."""
-
+"""Number of second answers to prompts below which `within` is the usual one."""
 
 _SCORES = np.linspace(-REACH, REACH, int(2 * REACH * PER_UNIT) + 1)
 _LOG_SURVIVAL = np.log(np.array([erfc(z / sqrt(2)) / 2 for z in _SCORES.tolist()]))
@@ -90,19 +89,20 @@ class LengthLaw:
         return cls(scores, _risen(np.minimum(mean_log + spread_log * scores, log(max_tokens))), within, USUAL_PERSIST)
 
     @classmethod
-    def of(cls, prompts: Sequence[Known], max_tokens: int) -> "LengthLaw | None":
-        """Returns the law of all answers of the newest two epochs of these prompts, or None for too few, or of 1 token.
+    def of(cls, prompts: Sequence[Known], max_tokens: int, min_answers: int = FEW_ANSWERS) -> "LengthLaw | None":
+        """Returns the law of all answers of the newest two epochs of these prompts, or None if there are fewer than
+        `min_answers` (2 at least), or if answers have one token.
 
         Beyond the longest one it continues as steeply as its upper half, up to `max_tokens`.
         """
         pools = [pool for past, now in prompts for pool in (now, *past[:1]) if pool]
         lengths = np.log(np.maximum(np.sort(np.concatenate(pools)), 1)) if pools else np.zeros(0)
-        if len(lengths) < FEW_ANSWERS or max_tokens < 2:
+        if len(lengths) < min_answers or max_tokens < 2:
             return None
         at = normal_scores(len(lengths))
         scores = np.linspace(-TOP, TOP, KNOTS)
         logs = np.interp(scores, at, lengths)
-        middle = len(lengths) // 2
+        middle = (len(lengths) - 1) // 2
         slope = max((lengths[-1] - lengths[middle]) / (at[-1] - at[middle]), 1e-3)
         logs += slope * np.maximum(scores - at[-1], 0.0) - slope * np.maximum(at[0] - scores, 0.0)
         law = cls(scores, _risen(np.minimum(logs, log(max_tokens))), USUAL_WITHIN, USUAL_PERSIST)
