@@ -14,7 +14,7 @@ import numpy as np
 from tailrace.policies.core.fit_queue import STEP_TOKENS
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import Batch, Chunk, Group, RequestBuffer, Sample
+from tailrace.policies.core.request_buffer import Batch, Group, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.sample_states import RUNNING, WAITING
 from tailrace.policies.core.scaling import left_s, move_s
@@ -138,7 +138,8 @@ class LanePlanner:
         samples = [s for group in groups for s in group.samples if s.state is RUNNING or s.state is WAITING]
         if not samples or not self._is_measured(ready):
             return []
-        view = self._view(now, samples, self._left(groups, samples), ready)
+        made = np.array([s.generated_tokens + (s.streamed_tokens if s.state is RUNNING else 0) for s in samples])
+        view = self._view(now, samples, made, self._left(groups, samples, made), ready)
         plan = self._policy.plan(view)
         self._due_s = now + max(LOOK_S, self._policy.every * plan.end_s)
         self.end_s = now + plan.end_s
@@ -154,21 +155,20 @@ class LanePlanner:
     def _apply(self, samples: list[Sample], plan: LanePlan, ready: list[str]) -> list[Sample]:
         """Gives samples their homes. Returns the waiting ones whose home has changed."""
         gain_s = plan.stay_s - plan.end_s
-        chunks = {chunk.sample: chunk for chunk in self._running.chunks.values() if chunk.copy_of is None}
-        again: dict[Sample, None] = {}
+        again = []
         for sample, place in zip(samples, plan.replica.tolist(), strict=True):
             home = ready[place]
+            if sample.home == home and sample.last_replica == home:
+                continue
             if sample.state is RUNNING:
                 sample.home = home
-                if (chunk := chunks.get(sample)) is not None and chunk.replica_id != home:
-                    self._move(chunk, gain_s)
+                if sample.last_replica != home:
+                    self._move(sample, gain_s)
             elif sample.home != home:
-                before, sample.home = sample.home, home
-                if not self.fits(sample, home):
-                    sample.home = None
+                before, sample.home = sample.home, home if self.fits(sample, home) else None
                 if sample.home != before:
-                    again[sample] = None
-        return list(again)
+                    again.append(sample)
+        return again
 
     def fill_idle(self) -> list[Sample]:
         """Gives each replica on which nothing runs a sample that waits for room on another, once all that can start
@@ -188,18 +188,26 @@ class LanePlanner:
                 moved.append(found)
         return moved
 
-    def _move(self, chunk: Chunk, gain_s: float) -> None:
-        """Stops a running chunk if the plan gains more than its move takes, and it would not end before."""
-        performance = self._table.performance(chunk.replica_id)
-        if performance is None or chunk.copies or chunk.beaten or chunk.sample.cancelled:
+    def _move(self, sample: Sample, gain_s: float) -> None:
+        """Stops a running sample's chunk if the plan gains more than its move takes, and it would not end before. A
+        race goes on where it is.
+        """
+        chunk = self._running.chunks.get(f"{sample.sample_id}:{sample.chunks - 1}")
+        performance = self._table.performance(sample.last_replica) if chunk is not None else None
+        if performance is None or chunk.copies or chunk.beaten or sample.cancelled:
             return
         takes_s = move_s(chunk, performance)
         if gain_s > takes_s and left_s(chunk, performance, self._table.running(chunk.replica_id)) > takes_s:
-            self._running.abort(chunk, f"its lane is on {chunk.sample.home}: it moves now")
+            self._running.abort(chunk, f"its lane is on {sample.home}: it moves now")
 
     # ---- views ----------------------------------------------------------------------------------------
 
-    def _view(self, now: float, samples: list[Sample], left: Remainders, ready: list[str]) -> LanesView:
+    def _view(
+        self, now: float, samples: list[Sample], made: np.ndarray, left: Remainders, ready: list[str]
+    ) -> LanesView:
+        """Returns the view of samples that have made `made` tokens, int64[n], as last seen. A sample's replica is where
+        its KV is: it runs there, or is to run there, or ran there last.
+        """
         place = {replica_id: number for number, replica_id in enumerate(ready)}
         chunks = self._running.chunks.values()
         table = self._table
@@ -208,8 +216,10 @@ class LanePlanner:
             left=left.mean,
             left_high=left.high,
             drawn=left.drawn,
-            context=np.array([s.group.spec.prompt_tokens + s.outside_tokens for s in samples]) + _made(samples),
-            replica=np.array([place.get(_at(sample), -1) for sample in samples]),
+            context=np.array([s.group.spec.prompt_tokens + s.outside_tokens for s in samples]) + made,
+            replica=np.array(
+                [place.get(s.last_replica if s.state is RUNNING else s.home or s.last_replica, -1) for s in samples]
+            ),
             replicas=tuple(
                 LaneReplica(table.whole_tokens(i), table.max_running(i), table.performance(i)) for i in ready
             ),
@@ -219,9 +229,8 @@ class LanePlanner:
             reserved_tokens=sum(chunk.max_tokens for chunk in chunks) / len(chunks) / 2 if chunks else 0.0,
         )
 
-    def _left(self, groups: list[Group], samples: list[Sample]) -> Remainders:
+    def _left(self, groups: list[Group], samples: list[Sample], made: np.ndarray) -> Remainders:
         """Returns what is believed of the samples' remainders, or known."""
-        made = _made(samples)
         if self._policy.sees_truth:
             truth = np.maximum(np.array([self._truth[sample.sample_id] for sample in samples]) - made, 1.0)
             return Remainders(truth, truth, truth[None])
@@ -260,13 +269,3 @@ class LanePlanner:
             if group in scores:
                 level = self._law.predicted(level, float(scores[group]), group.spec.prediction.quality)
             self._levels[group] = level
-
-
-def _made(samples: list[Sample]) -> np.ndarray:
-    """Returns the tokens of samples that wait or run, as last seen: int64[n]."""
-    return np.array([s.generated_tokens + (s.streamed_tokens if s.state is RUNNING else 0) for s in samples])
-
-
-def _at(sample: Sample) -> str | None:
-    """Returns the replica where a sample's KV is: it runs there, or is to run there, or ran there last."""
-    return sample.last_replica if sample.state is RUNNING or sample.home is None else sample.home

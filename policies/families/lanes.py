@@ -17,11 +17,14 @@ from tailrace.policies.families.lengths import Belief
 from tailrace.policies.models.lane_cost import LaneCost
 from tailrace.policies.protocol.views import LanesView
 
-CLOSE = 0.005
+CLOSE = 0.01
 """Share by which a plan's end may differ from the earliest: a step's measurement is no better."""
 
+ROUGH = 0.02
+"""The same for lanes that end before another one does in any case."""
+
 ROUNDS = 12
-"""Number of ends that are tried, at most; five are usual."""
+"""Number of ends that are tried, at most; three are usual."""
 
 
 class LanePlan(NamedTuple):
@@ -144,8 +147,10 @@ class Cutter:
         self._cost, self._key, self._speeds = cost, key.tolist(), speeds
         self._left, self._held = np.cumsum(np.r_[0.0, left]).tolist(), np.cumsum(np.r_[0.0, held]).tolist()
         self.totals = self._left[-1], self._held[-1]
+        self._sizes = [max(1, len(self._key) // len(speeds))] * len(speeds)  # of each lane at the end tried last
 
     def seconds(self, lane: int, begin: int, end: int) -> float:
+        """Returns the seconds of a lane of the samples from `begin` to before `end`."""
         if end <= begin:
             return 0.0
         total, held = self._left[end] - self._left[begin], self._held[end] - self._held[begin]
@@ -157,63 +162,64 @@ class Cutter:
         First lanes whose single sample takes as long as all the rest do have no other.
         """
         count, lanes = len(self._key), len(self._speeds)
-        single = bisect_left(range(min(count, lanes) - 1), True, key=lambda n: not self._alone(n))
-        found = self._fill(single, lanes, self._end_s(single, lanes))[0]
-        return [*range(single), *found]
+        several = range(min(count, lanes) - 1) if self._alone(0) else ()
+        single = bisect_left(several, True, key=lambda n: not self._alone(n))
+        return [*range(single), *self._best(single)]
 
     def _alone(self, lane: int) -> bool:
         """Returns whether the lanes from this one on end with its longest sample, if that has the lane for itself."""
-        return self._fill(lane, len(self._speeds), self.seconds(lane, lane, lane + 1))[1] <= 0.0
+        return self._fill(lane, self.seconds(lane, lane, lane + 1))[1] <= 0.0
 
-    def _end_s(self, first: int, lanes: int) -> float:
-        """Returns the earliest end of the lanes from `first` on, each of which takes as many samples as it can."""
+    def _best(self, first: int) -> list[int]:
+        """Returns the cuts of the lanes from `first` on that end together, each with as many samples as it can take."""
+        lanes = len(self._speeds) - first
         low = self.seconds(first, first, first + 1)
-        share = 1.0 / (lanes - first)
         total, held = self.totals[0] - self._left[first], self.totals[1] - self._held[first]
-        each = max(1, int((len(self._key) - first) * share))
-        end_s = max(low, self._cost.seconds(self._key[first], total * share, held * share, each))
-        over = self._fill(first, lanes, end_s)[1]
-        high = end_s
-        while over > 0.0:
+        each = max(1, (len(self._key) - first) // lanes)
+        high = max(low, self._cost.seconds(self._key[first], total / lanes, held / lanes, each))  # of like mixes
+        close = CLOSE
+        if first:  # the end is that of samples which have lanes for themselves: the others only share the rest evenly
+            high, close = min(high, self.seconds(first - 1, first - 1, first)), ROUGH
+        while (filled := self._fill(first, high))[1] > 0.0:
             low, high = high, high * 1.2
-            end_s, over = high, self._fill(first, lanes, high)[1]
-        low_over = high_over = None
+        (cuts, high_over), low_over = filled, 0.0  # not known yet
         for _ in range(ROUNDS):
-            if high - low <= CLOSE * high or (high_over is not None and high_over > -CLOSE * (lanes - first) * high):
+            if high - low <= close * high or high_over >= -close * lanes * high:
                 break
-            middle = (low + high) / 2
-            if low_over and high_over:  # by a secant, within the middle four fifths
-                middle = low + (high - low) * min(max(low_over / (low_over - high_over), 0.1), 0.9)
-            over = self._fill(first, lanes, middle)[1]
+            middle = high + high_over / lanes  # as if each lane took its share of what is left over
+            if low_over:
+                middle = low + (high - low) * low_over / (low_over - high_over)
+            middle = min(max(middle, 0.9 * low + 0.1 * high), 0.1 * low + 0.9 * high)
+            found, over = self._fill(first, middle)
             if over > 0.0:
                 low, low_over = middle, over
             else:
-                high, high_over = middle, over
-        return high
+                cuts, high, high_over = found, middle, over
+        return cuts
 
-    def _fill(self, first: int, lanes: int, end_s: float) -> tuple[list[int], float]:
+    def _fill(self, first: int, end_s: float) -> tuple[list[int], float]:
         """Returns the first sample of each lane from `first` on, and the number of samples; and by how many seconds the
-        last lane, which takes all that is left, ends later than `end_s`; else minus the seconds of empty lanes.
+        last lane, which takes all that is left, ends later than `end_s`, less those that short lanes have left.
         """
-        count, begin, cuts, size = len(self._key), first, [first], 1
+        count, lanes, begin, cuts, over = len(self._key), len(self._speeds), first, [first], 0.0
         for lane in range(first, lanes - 1):
-            size = self._size(lane, begin, size, end_s)
-            size = max(
-                1, min(size, count - begin - (lanes - 1 - lane))
-            )  # the others have one each, as far as there are
+            size = self._sizes[lane] = self._size(lane, begin, self._sizes[lane], end_s)
+            most = max(1, count - begin - (lanes - 1 - lane))  # the others have one each, as far as there are
+            if size >= most:
+                size = most
+                over += self.seconds(lane, begin, min(begin + size, count)) - end_s
             begin = min(begin + size, count)
             cuts.append(begin)
-        if begin < count:
-            return [*cuts, count], self.seconds(lanes - 1, begin, count) - end_s
-        return [*cuts, count], -end_s * (lanes - 1 - first - sum(cut < count for cut in cuts[1:]))
+        last = self.seconds(lanes - 1, begin, count) - end_s
+        return [*cuts, count], last if last > 0.0 else last + over
 
     def _size(self, lane: int, begin: int, size: int, end_s: float) -> int:
-        """Returns the number of samples from `begin` on that a lane takes within `end_s`, one at least. `size`: that of
-        the lane before, where the search begins.
+        """Returns the number of samples from `begin` on that a lane takes within `end_s`, 1 at least. The search begins
+        at `size`.
         """
         count = len(self._key) - begin
         low, high = 1, count + 1  # one that fits, one that does not
-        at, step = min(size, count), max(1, size // 8)
+        at, step = min(size, count), max(1, size // 16)
         while low < at < high:  # from `size` in growing steps
             if self.seconds(lane, begin, begin + at) <= end_s:
                 low, at = at, at + step
