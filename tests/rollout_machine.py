@@ -37,6 +37,7 @@ PLACEMENTS = ("least_kv", "round_robin", "pinned", "cost_aware")
 KV_ON_UPDATE = ("fresh", "keep")
 CHUNKS = (13, 200, None)
 FAIRNESS = ("fair_shares", "one_queue")
+LANES = ("none", {"type": "auto", "min_gain": -1e9}, "clairvoyant")
 
 
 @dataclass
@@ -100,6 +101,7 @@ class Play:
     changed: list[str] = field(default_factory=list)  # illegal events that were taken, or that left a mark
     stale: list[str] = field(default_factory=list)  # breaches of freshness
     evicted: list[str] = field(default_factory=list)  # breaches of the order and amount of what a full pool gives up
+    idle: list[str] = field(default_factory=list)  # replicas without a chunk, beside samples with a lane that waits
     hasty: list[str] = field(default_factory=list)  # prefetches for somebody else than the next in order
     closed: list[str] = field(default_factory=list)  # chunks started on replicas that were to be given back
 
@@ -143,11 +145,17 @@ class Player:
         self.play.steps.append((event, actions))
         if isinstance(event, ev.Tick):
             self._look_for_starved()
+            self._look_for_idle()
             self._look_at_evicted(actions)
             self._look_at_prefetched(actions)
         self.kv.note(event, actions)
 
     def run(self) -> Play:
+        if self.play.core.policies.lanes.on:
+            self.feed(ev.LengthsSeen(0.0, tuple(((), (3, 40, 9 * n, 60)) for n in range(1, 12))))
+            for n in range(3):
+                self.feed(ev.ReplicaJoined(0.0, f"r{n}", 16, (20, 30, 40)[n], 3, 0, 0, f"n{n % 2}"))
+                self.feed(measured(0.0, f"r{n}"))
         while self.at < len(self.data):
             self.now += 1.0
             getattr(self, self.pick(self._operations))()
@@ -220,7 +228,8 @@ class Player:
         return replace(spec, begun=tuple(ev.Begun(i, tokens, self.take(4) == 3) for i, tokens in begun.items()))
 
     def reveal(self, groups):
-        if name_of(self.play.core.policies.ordering) == "oracle_longest_first":
+        policies = self.play.core.policies
+        if name_of(policies.ordering) == "oracle_longest_first" or policies.lanes.sees_truth:
             event = ev.SamplesSubmitted(self.now, "", groups)
             lengths = {sample_id: 1 + self.take(99) for sample_id in new_samples(event, dict(self.ledger.known))}
             self.feed(ev.LengthsRevealed(self.now, lengths))
@@ -412,6 +421,20 @@ class Player:
                     if sample.home in (None, replica_id) and need <= room:
                         self.play.starved.append(f"{sample.sample_id} ({need}) and {replica_id} at {self.now}")
 
+    def _look_for_idle(self) -> None:
+        """Lanes leave no replica without a chunk, if a sample waits for room on another one and fits there."""
+        core, before = self.play.core, [event.now for event, _ in self.play.steps[:-1] if isinstance(event, ev.Tick)]
+        if before and self.now - before[-1] < 1.0:
+            return
+        idle = [i for i in core.replicas.ready() if not core.replicas.running(i)]
+        for sample in core._buffer.samples.values():
+            if core._lanes.is_lane(sample) and sample in core._waiting:
+                self.play.idle += [
+                    f"{sample.sample_id} waits for {sample.home}, {i} is idle at {self.now}"
+                    for i in idle
+                    if core.replicas.performance(i) and core._lanes.fits(sample, i)
+                ]
+
     def _need_tokens(self, sample_id: str) -> int:
         view = self.view(sample_id)
         return view.prompt_tokens + view.generated_tokens + self.play.core.policies.chunking.tokens(view)
@@ -428,6 +451,13 @@ OPEN_BATCHES = (*_OPERATIONS, *("open",) * 3, *("add",) * 6, *("cancel_one",) * 
 
 TURNS = (*OPEN_BATCHES, *("hold",) * 3, *("come_back",) * 6)
 """With samples of several turns, too."""
+
+
+LANE_PLAYS = (
+    ("tick",) * 7 + ("finish",) * 10 + ("stream",) * 4 + ("measure",) * 3 + ("join",) * 2 + ("rejoin",) * 2 + ("fail",)
+    + ("submit", "cancel_one", "lose", "weights", "hold", "come_back", "come_back", "illegal")
+)  # fmt: skip
+"""With few batches, so that mostly one is in flight. Plays with lanes begin on three measured replicas."""
 
 
 def rejoined(join: ev.ReplicaJoined, now: float, version: int) -> ev.ReplicaJoined:
@@ -506,14 +536,16 @@ def misfits(now: float, batch: Batch) -> list:
 
 
 def policies_of(
-    ordering: str, placement: str, chunk_tokens: int | None, kv_on_update: str = "fresh", fairness: str = "fair_shares"
-) -> Policies:
+    ordering: str, placement: str, chunk_tokens: int | None, kv_on_update: str = "fresh", fairness: str = "fair_shares",
+    lanes: dict | str = "none",
+) -> Policies:  # fmt: skip
     return Policies(
         ordering=ordering,
         placement=placement,
         chunking={"type": "fixed", "chunk_tokens": chunk_tokens},
         kv_on_update=kv_on_update,
         fairness=fairness,
+        lanes=lanes,
     )
 
 

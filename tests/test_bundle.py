@@ -16,6 +16,7 @@ from user_policies import (
     LastComeFirst,
     NobodyTwice,
     OneForEight,
+    TakingTurns,
 )
 
 from tailrace.policies.families.ordering import Fcfs, Seer
@@ -27,12 +28,13 @@ BUILT_IN = {
     "chunking": ["fixed"],
     "kv_on_update": ["fresh", "keep"],
     "prefetch": ["off", "next_up"],
-    "lengths": ["max_finished", "history_quantile", "length_class", "shrunk"],
+    "lengths": ["max_finished", "history_quantile", "length_class", "shrunk", "belief"],
     "drafting": ["off", "fixed", "aimd", "length_class", "closed_form", "concurrency", "goodput"],
     "draft_models": ["as_configured", "planned"],
     "tail": ["hold", "release", "consolidate", "draft", "threshold", "auto"],
     "racing": ["off", "fastest_of_n"],
     "fairness": ["one_queue", "fair_shares"],
+    "lanes": ["none", "auto", "clairvoyant"],
 }
 USERS_OWN = {
     "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
@@ -46,6 +48,7 @@ USERS_OWN = {
     "tail": {"type": "user_policies:OneForEight", "args": {"samples": 8}},
     "racing": {"type": "user_policies:NobodyTwice", "args": {"room": 1}},
     "fairness": {"type": "user_policies:LargestShare", "args": {"apart": True}},
+    "lanes": {"type": "user_policies:TakingTurns", "args": {"every": 0.5}},
 }
 EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
 
@@ -101,7 +104,7 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     assert Policies(**policies.model_dump()) == policies
     assert [getattr(policies, family) for family in FAMILIES] == [
         LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), Doubling(), HalfADraft(),
-        AlwaysTwo(acceptance=0.25), OneForEight(), NobodyTwice(), LargestShare(),
+        AlwaysTwo(acceptance=0.25), OneForEight(), NobodyTwice(), LargestShare(), TakingTurns(),
     ]  # fmt: skip
 
 
@@ -128,6 +131,7 @@ def test_the_defaults_are_seer_s():
         "hold",
         "off",
         "fair_shares",
+        "none",
     ] and policies.ordering == Seer(explore=0.1, seed=0)
 
 

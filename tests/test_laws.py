@@ -19,6 +19,7 @@ from rollout_machine import (
     CHUNKS,
     FAIRNESS,
     KV_ON_UPDATE,
+    LANES,
     ORDERINGS,
     PLACEMENTS,
     TURNS,
@@ -42,10 +43,11 @@ PROFILE = settings(max_examples=12, deadline=None, database=None)
 
 @cache
 def played_by(ordering: str, placement: str, data: bytes) -> Play:
-    """The first two bytes choose chunking, fairness and what becomes of KV on updates; the others are the play."""
+    """The first two bytes choose chunking, fairness, lanes and KV on updates; the others are the play."""
     chunk_tokens, kv_on_update = CHUNKS[data[0] % len(CHUNKS)], KV_ON_UPDATE[data[1] % len(KV_ON_UPDATE)]
-    fairness = FAIRNESS[data[0] // len(CHUNKS) % len(FAIRNESS)]
-    return play(policies_of(ordering, placement, chunk_tokens, kv_on_update, fairness), data[2:], operations=TURNS)
+    fairness, lanes = FAIRNESS[data[0] // len(CHUNKS) % len(FAIRNESS)], LANES[data[1] // len(KV_ON_UPDATE) % len(LANES)]
+    policies = policies_of(ordering, placement, chunk_tokens, kv_on_update, fairness, lanes)
+    return play(policies, data[2:], operations=TURNS)
 
 
 def law(test):
@@ -125,6 +127,7 @@ def test_nothing_is_left_when_everything_has_run_out(played):
     )
     assert not (core._kv._held or core._kv._groups or core._held or core._held._due)
     assert not len(core._waiting) and not core._waiting._lengths
+    assert not (core._lanes._truth or core._lanes._levels or core._lanes._batch)
     sets = [queues for batches in core._waiting._queues.values() for queues in batches.values()]
     assert not any(queue._live for queues in sets for queue in queues)
     for view in core.replicas.views():
@@ -168,6 +171,14 @@ def test_no_view_has_a_field_for_a_true_length():
         "ReplicaView": (
             "replica_id", "kv_capacity_tokens", "kv_free_tokens", "running", "max_running", "weights_version",
             "node_id", "performance",
+        ),
+        "BeliefView": (
+            "level_mean", "level_variance", "finished", "finished_group", "group", "made", "max_tokens",
+        ),
+        "LaneReplica": ("kv_tokens", "max_running", "performance"),
+        "LanesView": (
+            "now", "left", "left_high", "drawn", "context", "replica", "replicas", "chance", "max_drafts",
+            "told", "reserved_tokens",
         ),
         "RacesView": ("room", "copies", "gain"),
         "TailView": (
@@ -286,6 +297,12 @@ def test_tokens_of_other_weights_are_refused():
 def test_nobody_waits_beside_room(played):
     """Law 7, liveness: by brute force after every decision."""
     assert played.starved == []
+
+
+@law
+def test_lanes_leave_no_replica_idle_beside_a_sample_that_waits(played):
+    """Law 7, liveness: a sample with a lane waits for that replica alone, so its lane changes once another is idle."""
+    assert played.idle == []
 
 
 @law

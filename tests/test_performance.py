@@ -137,3 +137,17 @@ def test_what_is_left_of_a_chunk_goes_by_the_tokens_that_a_step_brings():
     assert left_s(Moving, plain, 10) == pytest.approx(80 * 0.03) and left_s(Moving, drafting, 10) == pytest.approx(0.6)
     assert move_s(Moving, plain) == pytest.approx(0.01 + 130 / 10_000)
     assert move_s(Moving, performance(0.0, 0.0)) == float("inf"), "nothing was measured: it stays to its end"
+
+
+def test_a_token_of_context_has_the_seconds_by_which_steps_of_as_many_tokens_differ():
+    """Noise of a tenth of a step does not hide it; contexts that are all alike tell nothing."""
+    for alike, expected in ((False, 1e-6), (True, 0.0)):
+        measured, noise = PerformanceEstimator(), Random(0)
+        for step in range(800):
+            chunks = 1 + step % 8
+            context = 4_000 * chunks if alike else chunks * (step % 97) * 100
+            took_s = BASE_S + CHUNK_S * chunks + (0.0 if alike else 1e-6 * context) + 0.006 * noise.random()
+            measured.step(chunks, chunks, took_s, chunks, 0.1 * step, context)
+        found = measured.report(80.0, 80.0)
+        assert found.context_token_s == pytest.approx(expected, rel=0.15, abs=1e-8)
+        assert found.context_tokens == pytest.approx(4_000 if alike else 4_800, rel=0.1)

@@ -2,8 +2,11 @@
 
 from typing import ClassVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailrace.policies.families.lanes import LanePlan
+from tailrace.policies.families.lengths import Belief
 from tailrace.policies.families.racing import Assignment, MethodProfile, MethodTable
 from tailrace.policies.families.tail import ReplicaGoal
 from tailrace.policies.protocol.actions import DraftMode
@@ -150,3 +153,17 @@ class LargestShare(BaseModel):
 
     def key(self, batch):
         return (-batch.share,)
+
+
+class TakingTurns(BaseModel):
+    """The n-th sample to the n-th replica, whatever is believed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    on: ClassVar[bool] = True
+    sees_truth: ClassVar[bool] = False
+    min_gain: ClassVar[float] = 0.0
+    belief: ClassVar[Belief] = Belief()
+    every: float = Field(0.5, gt=0.0)
+
+    def plan(self, view):
+        return LanePlan(np.arange(len(view.left)) % len(view.replicas), 1.0, 2.0, 0.5)

@@ -205,6 +205,7 @@ class Stepper:
     def _step(self) -> list[tuple[str, list[int]]]:
         """Runs one engine step. Returns the tokens that it made, by chunk id."""
         verified_tokens = tokens_to_verify(self._running.values())
+        context_tokens = sum([one.request.num_computed_tokens for one in self._running.values()])
         began_s = time.monotonic()
         outputs = self._outputs.step()
         ended_s = time.monotonic()
@@ -215,7 +216,7 @@ class Stepper:
             running.scheduled_s = began_s
             del self._unscheduled[running.chunk.chunk_id]
         made, made_tokens = self._receive(outputs, ended_s)
-        self._performance.step(len(made), verified_tokens, ended_s - began_s, made_tokens, ended_s)
+        self._performance.step(len(made), verified_tokens, ended_s - began_s, made_tokens, ended_s, context_tokens)
         self.progress_s = ended_s if outputs else self.progress_s
         if not outputs:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter

@@ -24,7 +24,7 @@ from tailrace.lab.fuzz.odd.plan import PLAIN, Oddities, OddPlan
 from tailrace.lab.fuzz.odd.policies import Trouble, oddly
 from tailrace.lab.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.lab.fuzz.worlds.guests import guests
-from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, racing
+from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, in_lanes, racing
 from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
 from tailrace.policies.protocol.exactness import Exactness
 
@@ -148,6 +148,8 @@ def plan_of(
     size = replace(size, quotas=world.bounds(*map(max, *most, MOST_OF_GUESTS)))
     if (races := worlds.chosen("races")) is not None:
         size = replace(size, **racing(races, size.policies))
+    if (lanes := worlds.chosen("lanes")) is not None:
+        size = replace(size, policies=in_lanes(lanes, size.policies))
     if world.faults or "rewards" in world.guests:
         size = replace(size, contexts=True)
     if exactness == "law":

@@ -12,7 +12,7 @@ from tailrace.lab.simulator.speculation import Speculation
 from tailrace.lab.simulator.types import Cluster, Span
 from tailrace.policies.core.replica_table import stop_order
 from tailrace.policies.protocol.events import ReplicaJoined, ReplicaLeft, ReplicaMeasured
-from tailrace.policies.protocol.performance import Performance
+from tailrace.policies.protocol.performance import MethodAcceptance, Performance
 
 BLOCK_TOKENS = 16
 """vLLM's default on GPUs."""
@@ -29,8 +29,11 @@ class ModelledFleet:
     those that will be.
     """
 
-    def __init__(self, cluster: Cluster, speculation: Callable[[int], Speculation], spans: list[Span] | None):
-        self.model, self._per_node = cluster.replica, cluster.per_node
+    def __init__(
+        self, cluster: Cluster, speculation: Callable[[int], Speculation], spans: list[Span] | None,
+        usual: tuple[MethodAcceptance, ...] = (),
+    ):  # fmt: skip
+        self.model, self._per_node, self._usual = cluster.replica, cluster.per_node, usual
         ways = [speculation(index) for index in range(cluster.replicas)]
         most = max(way.most for way in ways)
         self.draft_tokens = most + 1 if most else 0  # expectations overshoot a chunk's end by a fraction
@@ -124,8 +127,10 @@ class ModelledFleet:
             prefill_token_s=1 / model.prefill_tokens_s,
             fetch_base_s=model.fetch_base_s,
             fetch_token_s=1 / model.fetch_tokens_s if model.fetch_tokens_s else 0.0,
-            acceptance=replica.acceptance(),
+            acceptance=replica.acceptance() or self._usual,
             start_s=model.start_s,
+            context_token_s=model.step.context_s,
+            context_tokens=replica.context / chunks if chunks else 0.0,
         )
         return ReplicaMeasured(now, self._ids[replica.index], performance)
 

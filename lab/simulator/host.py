@@ -3,9 +3,9 @@ jumps.
 
 One turn reads observe, decide, act, as `deployments.coordinator.rollouts` does. Events of one instant are all observed
 before the core decides once. Invariant: the core gets no more than in the service (law 3), and a run is a function of
-its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, which gains nothing here), where in
-the pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once no sample of the last
-one runs, beaten copies included. Called by `tailrace simulate` by way of `simulate`.
+its arguments. Tokens are streamed once a tick, if lanes read them. Not modelled: where in the pool KV lies (one speed
+for all of it), and a pool that runs full. A step is submitted once no sample of the last one runs, beaten copies
+included. Called by `tailrace simulate` by way of `simulate`.
 """
 
 from collections.abc import Callable
@@ -35,6 +35,8 @@ from tailrace.policies.protocol.actions import (
     SetReplicas,
     StartChunk,
 )
+from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import MethodAcceptance
 
 HOLD_S = 3600.0
 """Seconds for which a sample is held between two turns: the longest that a session takes."""
@@ -43,6 +45,9 @@ KEPT_S = 60.0
 """Seconds for which the pool keeps the prompt of a request that has ended (`IDLE_S` of
 `deployments.batches.open_sessions`).
 """
+
+TESTED = 1000.0
+"""Draft tokens that a replica has tested before a run, faded: only their share of right ones matters."""
 
 TICK_S = 1.0
 """Seconds between ticks without other events, at which the core looks around by itself: in the service it looks more
@@ -83,7 +88,7 @@ def simulate(
             )
         speculation = by_policy(policies.drafting, acceptance, cluster.replica.step, seed)
     kept = [] if spans else None
-    fleet = ModelledFleet(cluster, speculation, kept)
+    fleet = ModelledFleet(cluster, speculation, kept, usual_drafts(workload, acceptance) if policies.lanes.on else ())
     host = SimulatedHost(
         workload=workload,
         fleet=fleet,
@@ -98,6 +103,14 @@ def simulate(
     )
     host.run()
     return host.result(system, seed)
+
+
+def usual_drafts(workload: Workload, acceptance: AcceptanceSource | None) -> tuple[MethodAcceptance, ...]:
+    """Returns the drafts that replicas have tested in a step before the workload's; none if there was no such step."""
+    if acceptance is None or not workload.earlier:
+        return ()
+    chances = [acceptance.chance(g, 0, 0, len(g.lengths) - 1, len(g.past_lengths)) for g in workload.earlier]
+    return (MethodAcceptance(DraftMethod.GROUP, TESTED * sum(chances) / len(chances), TESTED),)
 
 
 class SimulatedHost:
@@ -122,7 +135,8 @@ class SimulatedHost:
         self._ended: list[Ended] = []
         self._moments = OccupancySeries(self._moment)
         self._checks = Checks(admission, overlaps=self.overlaps) if check else None
-        self._looks = elastic is not None or policies.racing.room > 0
+        self._looks = elastic is not None or policies.racing.room > 0 or policies.lanes.on
+        self._streams = policies.lanes.on
         self._ticks, self._ticked = False, False  # whether the next one is in the heap; whether one is due now
 
     # ---- the loop --------------------------------------------------------------------------------------
@@ -202,6 +216,9 @@ class SimulatedHost:
 
     def _tick(self, _) -> None:
         self._ticks, self._ticked = False, bool(self._samples)
+        if self._streams and self._running:
+            tokens = {chunk_id: chunk.replica.made_at(chunk, self._now) for chunk_id, chunk in self._running.items()}
+            self._inbox.append(ev.TokensStreamed(self._now, tokens, self._now))
 
     def _at(self, time_s: float, do: Callable, subject) -> None:
         self._number += 1
@@ -214,6 +231,8 @@ class SimulatedHost:
         self._step += 1
         if not self._step:
             self._inbox += self._fleet.joins(range(len(self._fleet.replicas)), self._admission, self._now)
+            seen = tuple((group.past_lengths, group.lengths) for group in self._workload.earlier)
+            self._inbox += [ev.LengthsSeen(self._now, seen)] if seen and self._streams else []
         groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
         check_step(self._workload, self._step, self._fleet.room_tokens())
         added = []

@@ -80,6 +80,11 @@ class ModelledReplica:
         """Returns the tokens of KV that running chunks hold after the step that runs at `now`."""
         return self.context + self._made * self._steps_until(now)
 
+    def made_at(self, chunk: SimulatedChunk, now: float) -> int:
+        """Returns the tokens that a chunk has made in the steps that are over by then."""
+        steps = self.step - chunk.since + max(0, self._steps_until(now) - 1) if chunk.running else 0
+        return min(int(chunk.made + chunk.rate * steps), chunk.tokens)
+
     def cached(self, context: float, freed_kv: FreedKv | None, now: float) -> int:
         """Returns the tokens of a context freed here whose KV is not overwritten by then: the KV freed earliest goes
         first, and of one context its end (vLLM's free queue; KV that others take up again is not counted).

@@ -14,10 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.lab.simulator.acceptance import AcceptanceTable, Measured, ModelledMethod
-from tailrace.lab.simulator.laws import Law, draw_steps, solve, with_gaps
+from tailrace.lab.simulator.laws import Law, draw, draw_steps, solve, with_gaps
 from tailrace.lab.simulator.types import Workload, WorkloadGroup
 
 FOLDER = Path(__file__).parent / "scenarios"
+EARLIER_PROMPTS, EARLIER_SEED = 256, 1 << 32
+"""Prompts of the step before, from other draws, whose lengths a service knows: a law needs no more."""
+
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -169,7 +172,8 @@ class Scenario(ScenarioModel):
         if (turns := self.turns) is not None:
             figures = turns.turns.value, turns.tool_s.value, turns.spread.value, turns.outside_tokens.value
             drawn = tuple(with_gaps(groups, step, *figures, seed) for step, groups in enumerate(drawn))
-        return Workload(self.name, self.max_tokens.value, drawn)
+        seen = draw(self.law(), EARLIER_PROMPTS, counts[1], self.epochs.value, EARLIER_SEED + seed)
+        return Workload(self.name, self.max_tokens.value, drawn, seen)
 
     def whole(self) -> "Scenario":
         """Returns the same with the GPUs of training among those of rollout."""

@@ -63,12 +63,12 @@ def _fixed(tokens: int) -> dict:
 
 
 def _ours(
-    about: str, changes: dict, evidence: Evidence = "all", races: bool = False, holds: bool = True
-) -> System:  # fmt: skip
+    about: str, changes: dict, evidence: Evidence = "all", races: bool = False, holds: bool = True, reveal: bool = False
+) -> System:
     """Returns a system with chunks of a quarter: a chunk reserves the KV of all tokens that it may make, so long ones
     leave KV unused, and the cost of a hand-over is small against that.
     """
-    return System(about, OURS | changes, evidence, chunk_share=0.25, races=races, holds=holds)
+    return System(about, OURS | changes, evidence, chunk_share=0.25, races=races, holds=holds, reveal=reveal)
 
 
 def _static(about: str, changes: dict, evidence: Evidence) -> System:
@@ -101,7 +101,15 @@ SYSTEMS = {
     "remaining": _ours("short chunks, max expected remainder first", {}),
     "tailrace_own": _ours("tailrace, drafts from the sample itself alone", {"drafting": "goodput"}, "own"),
     "tailrace_fixed": _ours("tailrace, four drafts a step, always", _fixed(4)),
-    "tailrace": _ours("remaining, with drafts from group and history by goodput", {"drafting": "goodput"}),
+    "tailrace": _ours(
+        "remaining, with drafts from group and history by goodput, and lanes where they gain",
+        {"drafting": "goodput", "lanes": "auto"},
+    ),
+    "tailrace_free": _ours("tailrace without lanes", {"drafting": "goodput"}),
+    "clairvoyant": _ours(
+        "tailrace with lanes by true lengths: what scheduling can reach",
+        {"drafting": "goodput", "lanes": "clairvoyant"}, reveal=True,
+    ),
     "tailrace_near": _ours(
         "tailrace; a sample stays where its KV is unless a move pays",
         {"drafting": "goodput", "placement": "cost_aware"},

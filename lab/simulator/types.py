@@ -38,11 +38,14 @@ class WorkloadGroup:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One step of rollout for each entry of `steps`, all of its groups submitted at once."""
+    """One step of rollout for each entry of `steps`, all of its groups submitted at once. `earlier`: prompts of a step
+    before these, whose lengths the service has seen.
+    """
 
     name: str
     max_tokens: int
     steps: tuple[tuple[WorkloadGroup, ...], ...]
+    earlier: tuple[WorkloadGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

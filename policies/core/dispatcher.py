@@ -5,6 +5,7 @@ Invariant: the replica has room for the chunk's whole reservation; a bound sampl
 """
 
 from tailrace.policies.core.draft_planner import DraftPlanner
+from tailrace.policies.core.lane_planner import LanePlanner
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, Sample
@@ -24,15 +25,18 @@ class Dispatcher:
         running: RunningChunks,
         prefetch_planner: PrefetchPlanner,
         draft_planner: DraftPlanner,
+        lanes: LanePlanner,
     ):
         self._placement, self._table, self._running = policies.placement, table, running
         self._prefetch_planner = prefetch_planner
-        self._draft_planner = draft_planner
+        self._draft_planner, self._lanes = draft_planner, lanes
         self._memory = None  # the placement policy's
         self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
 
     def place(self, sample: Sample) -> StartChunk:
         """Starts the sample's next chunk, of `sample.need_tokens`. A replica open to the sample must have that room."""
+        if self._lanes.is_lane(sample):
+            return self._start(sample, sample.home, f"its lane is to end at {self._lanes.end_s:.1f} s")
         if sample.home is not None:
             return self._start(sample, sample.home, f"bound to {sample.home}")
         view = sample.view()

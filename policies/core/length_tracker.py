@@ -5,11 +5,15 @@ whichever came later. A batch's summary is renewed as the evidence doubles, so i
 samples. Called by `RolloutCore` alone.
 """
 
-from tailrace.policies.core.request_buffer import Batch, Group, RequestBuffer, Sample
+from collections import deque
+from collections.abc import Iterable
+
+from tailrace.policies.core.request_buffer import KNOWN_PROMPTS, Batch, Group, RequestBuffer, Sample
 from tailrace.policies.core.sample_states import ENDED, WAITING
 from tailrace.policies.core.validation import checked_count
 from tailrace.policies.families.lengths import class_starts
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.models.length_belief import Known, LengthLaw
 from tailrace.policies.protocol.length_stats import batch_lengths
 from tailrace.policies.protocol.views import LengthsView
 
@@ -22,6 +26,23 @@ class LengthTracker:
         self._classes = policies.drafting.reads_classes
         self._reads_all = policies.lengths.reads_all
         self._sums_up = self._classes or self._reads_all
+        self._recent: deque[Known] | None = deque(maxlen=KNOWN_PROMPTS) if policies.lanes.on else None
+
+    # ---- the law of a batch --------------------------------------------------------------------------
+
+    def remember(self, prompts: Iterable[Known]) -> None:
+        """Keeps lengths for the law of later batches, if lanes need one: the newest KNOWN_PROMPTS prompts'."""
+        if self._recent is not None:
+            self._recent += [known for known in prompts if known[1]]
+
+    def law(self, batch: Batch, min_answers: int) -> LengthLaw | None:
+        """Returns the law of the lengths in a batch: of its prompts' last epoch, and of the batches before it; None if
+        those are fewer than `min_answers`.
+        """
+        own = [(group.spec.past_lengths, ()) for group in batch.groups.values()]
+        return LengthLaw.of([*(self._recent or ()), *own], batch.max_tokens, min_answers)
+
+    # ---- expected lengths ----------------------------------------------------------------------------
 
     def admit(self, batch: Batch, groups: list[Group]) -> None:
         """Adds the new groups of a batch, which has them already."""

@@ -191,6 +191,11 @@ class ReplicaTable:
         """
         return max((r.capacity_blocks * r.block_tokens - r.draft_tokens for r in self._replicas.values()), default=0)
 
+    def whole_tokens(self, replica_id: str) -> int:
+        """Returns the maximum number of tokens that a chunk could need on this replica, if it was empty."""
+        replica = self._replicas[replica_id]
+        return replica.capacity_blocks * replica.block_tokens - replica.draft_tokens
+
     def busy(self) -> int:
         """Returns the number of replicas that run chunks."""
         return sum(1 for replica in self._replicas.values() if replica.chunks)
@@ -215,6 +220,13 @@ class ReplicaTable:
     def chance(self, method: str, prior: float) -> float:
         """Returns the chance that a draft token of a method is right if all before it are, over all replicas."""
         return chance(*self._tests.get(method, (0.0, 0.0)), prior)
+
+    def mean_chance(self) -> float:
+        """Returns the chance that a draft token is right if all before it are, over all methods and replicas; 0 if none
+        was tested.
+        """
+        right, tested = (sum(sums[place] for sums in self._tests.values()) for place in (0, 1))
+        return right / tested if tested > 0 else 0.0
 
     def methods(self, replica_id: str) -> tuple[str, ...]:
         """Returns the draft methods available on the replica; the first is the default."""

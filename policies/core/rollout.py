@@ -7,7 +7,8 @@ Laws kept here, each with a test:
 - KV in the pool is released once, when no sample needs it any more.
 - The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
-`KvTracker` (pool), `LengthTracker`, `Failures`, `UnassignedGroups`, `HeldSamples`, `DraftPlanner`, `Races`, `Scaling`.
+`KvTracker` (pool), `LengthTracker`, `LanePlanner`, `Failures`, `UnassignedGroups`, `HeldSamples`, `DraftPlanner`,
+`Races`, `Scaling`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
@@ -18,6 +19,7 @@ from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
 from tailrace.policies.core.failures import Failures, Verdict
 from tailrace.policies.core.kv_tracker import KvTracker
+from tailrace.policies.core.lane_planner import LanePlanner
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.races import Races
@@ -32,6 +34,7 @@ from tailrace.policies.core.validation import (
     check_finish,
     check_groups,
     check_join,
+    check_lengths,
     check_measured,
     check_pool,
     check_return,
@@ -69,8 +72,21 @@ class RolloutCore:
         self._prefetch_planner = PrefetchPlanner(policies.prefetch, self.replicas, self._waiting, self._running)
         self._races = Races(policies.racing, self.replicas, self._running, exactness)
         self._draft_planner = DraftPlanner(policies.draft_models, self.replicas, self._buffer)
+        self._lanes = LanePlanner(
+            policies=policies,
+            table=self.replicas,
+            waiting=self._waiting,
+            running=self._running,
+            buffer=self._buffer,
+            lengths=self._lengths,
+        )
         self._dispatcher = Dispatcher(
-            policies, self.replicas, self._running, self._prefetch_planner, self._draft_planner
+            policies=policies,
+            table=self.replicas,
+            running=self._running,
+            prefetch_planner=self._prefetch_planner,
+            draft_planner=self._draft_planner,
+            lanes=self._lanes,
         )
         self._scaling = Scaling(
             policy=policies.tail,
@@ -97,7 +113,9 @@ class RolloutCore:
     def _submitted(self, event: ev.SamplesSubmitted) -> None:
         check_groups(event)
         self._buffer.check_new(event)
-        self._waiting.check_new(self._buffer.new_ids(event.groups))
+        new_ids = [*self._buffer.new_ids(event.groups)]
+        self._waiting.check_new(new_ids)
+        self._lanes.check_new(new_ids)
         if event.batch_id not in self._buffer.batches:
             self._scaling.reopen()
         groups, added, closed = self._buffer.admit(event)
@@ -113,7 +131,13 @@ class RolloutCore:
         self._close(batch, closed)
 
     def _revealed(self, event: ev.LengthsRevealed) -> None:
+        if self._lanes.reveal(event.lengths) and not self._waiting.is_oracle:
+            return
         self._waiting.reveal(event.lengths)
+
+    def _lengths_seen(self, event: ev.LengthsSeen) -> None:
+        check_lengths(event)
+        self._lengths.remember(event.prompts)
 
     def _cancelled(self, event: ev.BatchCancelled) -> None:
         batch = self._buffer.batch(event.batch_id)
@@ -246,13 +270,13 @@ class RolloutCore:
             self._end_held(sample, f"no further turn in {sample.hold_s:g} s")
         for sample in self._failures.resume(tick.now):
             self._queue(sample)
-        homes = self._start_waiting()
+        homes = self._start_waiting(tick.now)
         staying = self.replicas.staying
         closed, actions = self._scaling.decide(tick.now)
         for replica_id in closed:
             self._bind_anew(replica_id)
         if closed or self.replicas.staying > staying:  # a replica that is open again may have room
-            homes = self._start_waiting()
+            homes = self._start_waiting(tick.now)
         copies = self._races.look(tick.now, bool(self._waiting or self._unassigned))
         self._outbox += [*(self._dispatcher.action(*copy) for copy in copies), *actions, *self._running.aborts()]
         if not self._running.chunks and self._waiting and self.replicas.all_ready():
@@ -263,20 +287,31 @@ class RolloutCore:
         actions, self._outbox = tuple(self._outbox), []
         return actions
 
-    def _start_waiting(self) -> list[str]:
+    def _start_waiting(self, now: float) -> list[str]:
         """Starts every chunk that can start now. Returns the replicas whose bound samples must be considered."""
         for sample in self._unassigned.bind():
             if not self._failures.is_paused(sample):
                 self._put(sample)
-        homes = self._waiting.homes()
-        for home in homes:
-            while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
-                self._place(found)
+        for sample in self._lanes.renew(now):
+            self._requeue(sample)
+        homes = self._start_bound()
+        if moved := self._lanes.fill_idle():
+            for sample in moved:
+                self._requeue(sample)
+            homes += self._start_bound()
         while self._waiting and (roomiest := self.replicas.roomiest()) is not None:
             found = self._waiting.take_first(None, self.replicas.room_tokens(roomiest))
             if found is None:
                 break
             self._place(found)
+        return homes
+
+    def _start_bound(self) -> list[str]:
+        """Starts every chunk of a bound sample that can start now. Returns the replicas that were considered."""
+        homes = self._waiting.homes()
+        for home in homes:
+            while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
+                self._place(found)
         return homes
 
     def _give_up(self) -> None:
@@ -341,6 +376,12 @@ class RolloutCore:
         if group not in self._unassigned:
             self._queue(sample)
 
+    def _requeue(self, sample: Sample) -> None:
+        """Queues a waiting sample at its present home, unless it is in no queue."""
+        if sample in self._waiting:
+            self._waiting.drop(sample)
+            self._put(sample)
+
     def _bind_anew(self, replica_id: str) -> None:
         """Queues the samples bound to a closing or lost replica again: they may run on others."""
         for sample in self._waiting.evict(replica_id):
@@ -355,6 +396,8 @@ class RolloutCore:
         if sample.chunk_tokens is not None:
             chunk_tokens = min(chunk_tokens, sample.chunk_tokens)
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
+        if self._lanes.is_lane(sample) and not self._lanes.fits(sample, sample.home):
+            sample.home = None
         self._waiting.put(sample, view)
 
     def _end_turn(self, sample: Sample, end: SampleEnd, reason: str, now: float) -> None:
@@ -388,6 +431,7 @@ class RolloutCore:
         self._outbox += self._kv.release_prompt(group)
         self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
         self._waiting.forget(group)
+        self._lanes.forget(group)
         self._unassigned.discard(group)
         self._buffer.forget(group)
         self._forget_if_over(group.batch)
@@ -402,6 +446,8 @@ class RolloutCore:
     def _forget_if_over(self, batch: Batch) -> None:
         if not (batch.unemitted or batch.is_open) and self._buffer.batches.pop(batch.batch_id, None) is not None:
             self._waiting.forget_batch(batch)
+            self._lanes.forget_batch(batch)
+            self._lengths.remember((*batch.known_lengths, *(group.known_lengths() for group in batch.groups.values())))
 
     # ---- queries of a shell -----------------------------------------------------------------------
 
@@ -443,6 +489,8 @@ class RolloutCore:
             return self._failures.awaited(sample)
         if sample.group in self._unassigned:
             return "a replica that is ready"
+        if self._lanes.is_lane(sample):
+            return "room on the replica of its lane"
         return "room on any replica" if sample.home is None else "room on the replica of its group"
 
     def copies(self) -> list[tuple[str, str]]:
@@ -468,6 +516,7 @@ class RolloutCore:
 _HANDLERS = {
     ev.SamplesSubmitted: RolloutCore._submitted,
     ev.LengthsRevealed: RolloutCore._revealed,
+    ev.LengthsSeen: RolloutCore._lengths_seen,
     ev.BatchCancelled: RolloutCore._cancelled,
     ev.SampleCancelled: RolloutCore._sample_cancelled,
     ev.SampleReturned: RolloutCore._returned,

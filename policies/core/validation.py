@@ -18,6 +18,7 @@ from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import (
     ChunkFinished,
     IllegalEvent,
+    LengthsSeen,
     PoolReported,
     ReplicaJoined,
     ReplicaMeasured,
@@ -46,8 +47,17 @@ def check_groups(event: SamplesSubmitted) -> None:
             raise IllegalEvent(f"{spec.group_id}: begun with {list(begun.values())} tokens of {spec.max_tokens}")
         if not 0 <= spec.hold_s < float("inf"):
             raise IllegalEvent(f"{spec.group_id}: hold_s is {spec.hold_s}; give seconds")
+        if spec.prediction is not None and not (
+            0 <= spec.prediction.quality <= 1 and abs(spec.prediction.number) < inf
+        ):
+            raise IllegalEvent(f"{spec.group_id}: {spec.prediction}; give a number, and a quality of 0 to 1")
         if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
             raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
+
+
+def check_lengths(event: LengthsSeen) -> None:
+    if any(tokens < 0 for past, last in event.prompts for epoch in (*past, last) for tokens in epoch):
+        raise IllegalEvent("no answer had a negative length")
 
 
 def check_join(event: ReplicaJoined) -> None:
@@ -87,7 +97,8 @@ def check_return(event: SampleReturned, sample: Sample) -> None:
 def check_measured(event: ReplicaMeasured) -> None:
     """Checks that all figures are finite and none is negative, and that steps are points of a line."""
     one = event.performance
-    figures = (*one.step_tokens, *one.step_seconds, one.chunk_s, one.drafts, one.fetch_base_s, one.fetch_token_s,
+    figures = (*one.step_tokens, *one.step_seconds, one.chunk_s, one.drafts, one.context_token_s,
+               one.context_tokens, one.fetch_base_s, one.fetch_token_s,
                one.prefill_token_s, *one.drafter_samples, *one.drafter_seconds, one.start_s)  # fmt: skip
     drafter = len(one.drafter_samples) == len(one.drafter_seconds)
     grows = all(a < b for points in (one.step_tokens, one.drafter_samples) for a, b in pairwise(points))

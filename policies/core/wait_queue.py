@@ -26,7 +26,7 @@ class WaitQueue:
     def __init__(self, ordering: Ordering, fairness: Fairness):
         self._ordering, self._growing = ordering, ordering.growing_lanes
         self._fairness, self._apart = fairness, fairness.apart
-        self._is_oracle = isinstance(ordering, OracleLongestFirst)
+        self.is_oracle = isinstance(ordering, OracleLongestFirst)
         self._lengths: dict[str, int] = {}
         self._queues: dict[str | None, dict[Batch | None, list[FitQueue]]] = {}  # batch None: all of them
         self._samples: dict[str, Sample] = {}
@@ -36,13 +36,13 @@ class WaitQueue:
 
     def reveal(self, lengths: Mapping[str, int]) -> None:
         """Takes true lengths for the ordering that needs them. Raises IllegalEvent for every other ordering."""
-        if not self._is_oracle:
+        if not self.is_oracle:
             raise IllegalEvent(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
     def check_new(self, sample_ids: Iterable[str]) -> None:
         """Checks new samples. Raises IllegalEvent if the ordering needs true lengths and has none of one of them."""
-        for sample_id in sample_ids if self._is_oracle else ():
+        for sample_id in sample_ids if self.is_oracle else ():
             if sample_id not in self._lengths:
                 raise IllegalEvent(f"{sample_id}: {name_of(self._ordering)} needs true lengths, has none")
 
@@ -59,6 +59,9 @@ class WaitQueue:
 
     def __len__(self):
         return len(self._samples)
+
+    def __contains__(self, sample: Sample) -> bool:
+        return sample.sample_id in self._samples
 
     def by_priority(self) -> Counter[int]:
         """Returns the number of queued samples, by the priority of their batch."""
@@ -176,7 +179,7 @@ class WaitQueue:
         return None
 
     def _keys(self, sample: SampleView, group: GroupView) -> list[tuple]:
-        if self._is_oracle:
+        if self.is_oracle:
             keys = self._ordering.keys_of_length(sample, self._lengths)
         else:
             keys = self._ordering.keys(sample, group)

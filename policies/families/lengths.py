@@ -9,10 +9,12 @@ from itertools import chain
 from math import ceil, erfc, exp, log, pi, sqrt
 from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailrace.policies.models.length_belief import LengthLaw, Remainders, remainders
 from tailrace.policies.protocol.length_stats import LONG
-from tailrace.policies.protocol.views import LengthsView
+from tailrace.policies.protocol.views import BeliefView, LengthsView
 
 HUBER = 1.345
 """Number of standard deviations at which evidence is clipped (Huber's): one runaway answer must not decide for its
@@ -110,6 +112,53 @@ class Shrunk(BaseModel):
         return _within(group, generated, ceil(min(left, group.max_tokens)))
 
 
+class Belief(BaseModel):
+    """A belief for each prompt and sample: history is its prior; finished and running mates are its evidence.
+
+    A running mate counts by the chance that an answer gets as far (survival). Lengths have normal scores by the batch's
+    law; a prompt's level is filtered from epoch to epoch. `lanes` plans by `left`, which knows the lengths of the last
+    step too; `expected` takes the log-normal law of the batch, as `shrunk` does.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["belief"] = "belief"
+    file_keys: ClassVar[tuple[str, ...]] = ()
+    reads_all: ClassVar[bool] = True
+    quantile: float = Field(0.5, gt=0.0, lt=1.0, description="of a remainder, by which lanes sort samples")
+    min_answers: int = Field(32, ge=2, description="known answers below which lanes believe nothing")
+
+    def expected(self, group: LengthsView, generated: int) -> int:
+        batch = group.batch
+        if not batch.answers:
+            return _within(group, generated, group.max_tokens)
+        law = LengthLaw.log_normal(batch.mean_log, batch.spread_log, 1 - batch.between_share, group.max_tokens)
+        level = law.level(group.history)
+        made = np.array([generated, *_others(group.running, generated)], np.int64)
+        zeros = np.zeros(len(group.finished), np.int64)
+        view = BeliefView(
+            level_mean=np.array(level[:1]),
+            level_variance=np.array(level[1:]),
+            finished=np.array(group.finished, np.int64),
+            finished_group=zeros,
+            group=np.zeros(len(made), np.int64),
+            made=made,
+            max_tokens=np.full(len(made), group.max_tokens),
+        )
+        return _within(group, generated, generated + ceil(self.left(law, view).mean[0]))
+
+    def left(self, law: LengthLaw, view: BeliefView, draws: int = 0) -> Remainders:
+        """Returns what samples still make: mean, quantile, and `draws` draws; see `Remainders`."""
+        return remainders(law, view, self.quantile, draws)
+
+
+def _others(running: tuple[int, ...], generated: int) -> list[int]:
+    """Returns the tokens of a sample's running mates: all but one of those that have as many as it has."""
+    others = list(running)
+    if generated in others:
+        others.remove(generated)
+    return others
+
+
 def _posterior(total: float, count: float, beyond: list[float], spread: float) -> tuple[float, float]:
     """Returns the mean log length, and the number of answers behind it: `count` that add up to `total`, and one beyond
     each of `beyond`.
@@ -163,4 +212,6 @@ def length_class(group: LengthsView, generated: int) -> int:
     return (generated >= medium_at) + (generated >= long_at)
 
 
-LengthsPolicy = Annotated[MaxFinished | HistoryQuantile | LengthClassEstimate | Shrunk, Field(discriminator="type")]
+LengthsPolicy = Annotated[
+    MaxFinished | HistoryQuantile | LengthClassEstimate | Shrunk | Belief, Field(discriminator="type")
+]

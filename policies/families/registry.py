@@ -28,6 +28,7 @@ from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairSh
 from tailrace.policies.families.goodput import Goodput
 from tailrace.policies.families.histo_pipe import HistoPipe
 from tailrace.policies.families.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
+from tailrace.policies.families.lanes import Lanes, LanesPolicy, NoLanes
 from tailrace.policies.families.lengths import Lengths, LengthsPolicy, MaxFinished
 from tailrace.policies.families.ordering import BuiltInOrdering, Ordering, Seer
 from tailrace.policies.families.placement import LeastKv, Placement, PlacementPolicy
@@ -51,6 +52,7 @@ FAMILIES = {
     "tail": (TailPolicy, Tail),
     "racing": (RacingPolicy, Racing),
     "fairness": (FairnessPolicy, Fairness),
+    "lanes": (LanesPolicy, Lanes),
 }
 
 
@@ -178,6 +180,7 @@ class Policies(BaseModel):
         "draft_models",
         "tail",
         "racing",
+        "lanes",
     )
 
     ordering: _member("ordering") = Seer()
@@ -191,6 +194,7 @@ class Policies(BaseModel):
     tail: _member("tail") = Hold()
     racing: _member("racing") = NoRaces()
     fairness: _member("fairness") = FairShares()
+    lanes: _member("lanes") = NoLanes()
 
     def sized(self, block_tokens: int, drafters: int) -> "Policies":
         """Returns the same for engines with KV blocks of this size beside this many draft models (0: none).

@@ -8,6 +8,7 @@ draft models; pure, since the time is an argument.
 import numpy as np
 
 from tailrace.policies.models.acceptance_estimator import AcceptanceEstimator
+from tailrace.policies.models.context_cost import ContextCost
 from tailrace.policies.models.step_cost_estimator import StepCostEstimator
 from tailrace.policies.protocol.performance import FADE, Performance
 
@@ -41,20 +42,22 @@ class PerformanceEstimator:
 
     def __init__(self):
         self.steps, self.drafter_steps = StepCostEstimator(), StepCostEstimator()
-        self.acceptance = AcceptanceEstimator()
+        self.acceptance, self._context = AcceptanceEstimator(), ContextCost()
         self.start_s = 0.0  # seconds that the replica took to start; its owner sets it
         self._chunks = self._drafts = self._made = 0.0  # sums over decode steps, faded
         self._prompt_tokens = self._prompt_s = 0.0  # faded
         self._pulls = FadedFit([0.0, 0.0])
         self._at_s: dict[str, float] = {}  # time of the last observation, by kind
 
-    def step(self, chunks: int, tokens: int, took_s: float, made: int, now_s: float) -> None:
+    def step(self, chunks: int, tokens: int, took_s: float, made: int, now_s: float, context_tokens: int = 0) -> None:
         """Records a step that verified `tokens` tokens (0: it was no decode step) and made `made`, for `chunks`
-        chunks.
+        chunks with `context_tokens` of context together (0: not known).
         """
         if not (tokens and chunks):
             return
         self.steps.record(tokens, took_s, chunks)
+        if context_tokens:
+            self._context.record(tokens, chunks, context_tokens, took_s)
         self._chunks = FADE * self._chunks + chunks
         self._drafts = FADE * self._drafts + max(0, tokens - chunks)
         self._made = FADE * self._made + made
@@ -109,4 +112,6 @@ class PerformanceEstimator:
             drafter_seconds=drafter[1],
             drafter_age_s=age_s.get("drafter", 0.0),
             start_s=self.start_s,
+            context_token_s=self._context.token_s(),
+            context_tokens=self._context.of_chunk(),
         )

@@ -30,6 +30,16 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """A driver's own prediction for a prompt: `number` is greater where answers are expected to be longer, on any
+    scale. `quality`, 0 to 1: correlation of ranked predictions with ranked lengths of answers.
+    """
+
+    number: float
+    quality: float
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSpec:
     """A prompt of `prompt_tokens` and its samples; `max_tokens` bounds one sample over all its chunks.
 
@@ -39,7 +49,7 @@ class GroupSpec:
     nor `begun`; its samples, which may be none, are numbered after the earlier ones. `chunk_tokens`: maximum length of
     the chunks of this spec's samples, whatever `chunking` says: their readers wait. `hold_s`: seconds for which a
     sample of this spec is held after its turn, for the next one; 0: it has one turn. Then `max_tokens` bounds its first
-    turn.
+    turn. `prediction`: of the length of its answers, or None.
     """
 
     group_id: str
@@ -51,6 +61,7 @@ class GroupSpec:
     open: bool = False
     chunk_tokens: int | None = None
     hold_s: float = 0.0
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,16 @@ class LengthsRevealed:
 
     now: float
     lengths: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthsSeen:
+    """Lengths of answers to other prompts, from before this core: for each prompt those of earlier epochs, newest
+    first, and its last ones.
+    """
+
+    now: float
+    prompts: tuple[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +264,7 @@ class Tick:
 Event = (
     SamplesSubmitted
     | LengthsRevealed
+    | LengthsSeen
     | BatchCancelled
     | SampleCancelled
     | SampleReturned

@@ -58,9 +58,10 @@ class Performance:
     """Performance as of `observed_at`. A decode step of n tokens for c chunks takes `step_seconds` at n, and `chunk_s`
     * c more.
 
-    `drafts`, `made`: recent means of a chunk's draft tokens in a step, and of the tokens that it made. A fetch of n
-    tokens of KV takes `fetch_base_s` + n `fetch_token_s` (0: the replica cannot fetch). `drafter_seconds`: seconds of a
-    draft model's step, by its samples. `start_s`: seconds that the replica took to start.
+    `context_token_s`: seconds that a token of context adds to a step; the figures above hold at `context_tokens` of it
+    a chunk. `drafts`, `made`: recent means of a chunk's draft tokens in a step, and of the tokens that it made. A fetch
+    of n tokens of KV takes `fetch_base_s` + n `fetch_token_s` (0: the replica cannot fetch). `drafter_seconds`:
+    seconds of a draft model's step, by its samples. `start_s`: seconds that the replica took to start.
     """
 
     observed_at: float
@@ -80,6 +81,8 @@ class Performance:
     drafter_seconds: tuple[float, ...] = ()
     drafter_age_s: float = 0.0
     start_s: float = 0.0
+    context_token_s: float = 0.0
+    context_tokens: float = 0.0
 
     @classmethod
     def linear(cls, observed_at: float, base_s: float, chunk_s: float, **others) -> "Performance":

@@ -66,6 +66,45 @@ class LengthsView(NamedTuple):
     max_tokens: int
 
 
+class BeliefView(NamedTuple):
+    """Prompts with unended samples, and those samples: what beliefs over lengths rest on.
+
+    Samples are in the order of their prompts.
+    """
+
+    level_mean: np.ndarray  # f64[groups]: normal score of each prompt's level, by history and predictions
+    level_variance: np.ndarray  # f64[groups]: of that score, 1 if nothing is known
+    finished: np.ndarray  # int64[f]: lengths of finished samples
+    finished_group: np.ndarray  # int64[f]: index of their prompt
+    group: np.ndarray  # int64[n]: index of each unended sample's prompt, rising
+    made: np.ndarray  # int64[n]: its tokens so far, those streamed included
+    max_tokens: np.ndarray  # int64[n]: at which it ends
+
+
+class LaneReplica(NamedTuple):
+    """A replica that can have a lane."""
+
+    kv_tokens: int
+    max_running: int
+    performance: Performance | None  # None until the replica has reported any
+
+
+class LanesView(NamedTuple):
+    """All samples that wait or run, and the replicas that are ready."""
+
+    now: float
+    left: np.ndarray  # f64[n]: expected remainder in tokens, 1 at least
+    left_high: np.ndarray  # f64[n]: a quantile of it
+    drawn: np.ndarray  # f64[d, n]: what the remainders may turn out to be; none after a batch's first plan
+    context: np.ndarray  # int64[n]: tokens of context
+    replica: np.ndarray  # int64[n]: index of the replica that it runs on or has its lane on; -1 if none
+    replicas: tuple[LaneReplica, ...]
+    chance: float  # mean chance that a draft token is right if all before it are
+    max_drafts: int  # draft tokens in a step, at most
+    told: float  # share of the variance of lengths that history, predictions and mates tell, or are going to
+    reserved_tokens: float  # KV that a running chunk reserves beyond its context, mean
+
+
 class ReplicaView(NamedTuple):
     replica_id: str
     kv_capacity_tokens: int

@@ -7,6 +7,7 @@ Chunks end in the order of a virtual clock; only time inside the core is counted
 import heapq
 import time
 
+from tailrace.lab.benchmarks.control_plane.plans import plans
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.models.hashed_random import fraction
@@ -74,7 +75,9 @@ def best(requests: int, replicas: int, policies: Policies) -> dict:
 
 
 def measure(requests: int, replicas: int, policies: Policies | None = None) -> dict:
-    """The rate at `requests` and the cost of a decision there over that at 1,024, on as many replicas."""
+    """The rate at `requests` and the cost of a decision there over that at 1,024, on as many replicas; and the cost of
+    plans of lanes, by samples x replicas.
+    """
     policies = policies or Policies(chunking={"type": "fixed", "chunk_tokens": CHUNK_TOKENS})
     small = best(1_024, replicas, policies)
     same_load = best(1_024, max(1, replicas * 1_024 // requests), policies)
@@ -87,5 +90,6 @@ def measure(requests: int, replicas: int, policies: Policies | None = None) -> d
         "decisions_per_s": round(rate),
         "cost_ratio": round(small["decisions_per_s"] / rate, 3),
         "cost_ratio_same_load": round(same_load["decisions_per_s"] / rate, 3),
+        "plan_ms": plans(),
         "policies": policies.model_dump(),
     }

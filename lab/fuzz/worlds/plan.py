@@ -17,12 +17,14 @@ WORLDS = {
     "overtaking": 0.4,
     "races": 0.15,
     "rewards": 0.15,
+    "lanes": 0.2,
 }
 """Worlds, each with its share of seeds. For `grown` (batches that grow while they run) and `overtaking` (two updates of
 the weights at about the same time, of a driver that gives updates) it is the share of drivers. `scarce`: each replica
 has KV for a few samples, so that others wait. `early`: a driver whose samples end early. `turns`: a driver whose
 samples have turns that come late, twice or too early. `races`: copies of chunks, by other draft methods, on replicas of
-other speeds. `rewards`: a driver whose rewards take seconds."""
+other speeds. `rewards`: a driver whose rewards take seconds. `lanes`: samples have lanes as soon as two answers are
+known."""
 
 SCARCE_BLOCKS = 26
 """Number of KV blocks of a replica: enough for the longest sample and its chunk."""
@@ -88,6 +90,16 @@ def racing(rng: Random, policies: dict) -> dict:
     policy = {"type": "fastest_of_n", "room": rng.randint(1, 8)}
     methods = tuple(rng.sample(("group", "model", "ngram"), rng.randint(2, 3)))
     return {"policies": policies | {"racing": policy}, "methods": methods, "draft_tokens": rng.choice((0, 4, 12))}
+
+
+def in_lanes(rng: Random, policies: dict) -> dict:
+    """Returns policies by which samples have lanes, renewed at every look or seldom."""
+    lanes = {"type": "auto", "min_gain": -1e9, "every": rng.choice((0.001, 0.025, 1.0)), "belief": {"min_answers": 2}}
+    return policies | {
+        "ordering": {"type": rng.choice(("fcfs", "seer", "remaining_first"))},
+        "placement": {"type": rng.choice(("least_kv", "round_robin", "cost_aware"))},
+        "lanes": lanes,
+    }
 
 
 PLAIN = WorldPlan()

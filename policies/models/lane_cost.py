@@ -1,0 +1,90 @@
+"""Seconds that a replica takes for a set of samples, in closed form by its measured steps.
+
+With remainders l, contexts x, and w drafts that make m(w) tokens a verification, a set takes N token times, N being the
+longest remainder, or what room for KV or for chunks makes of the sum. Each lasts as a step of the mean number of chunks
+at their mean context does, over m(w); w is what makes it shortest. Invariant: more work never takes less time. Called
+by `policies.families.lanes`.
+"""
+
+from collections.abc import Sequence
+from math import log2
+
+import numpy as np
+
+from tailrace.policies.protocol.performance import Performance
+from tailrace.policies.protocol.views import LaneReplica
+
+LOOKED_AT = 16
+"""Number of replicas whose steps are averaged: more hardly change a mean of like machines."""
+
+LIKE = 0.2
+"""Relative difference of steps up to which replicas count as equally fast: busy machines measure that much noise."""
+
+MOST_DRAFTS = 16
+"""Number of drafts that are considered, at most, as `goodput` has by default."""
+
+TOKENS = tuple(float(1 << power) for power in range(14))
+"""Numbers of tokens at which steps of replicas are compared."""
+
+PER_DOUBLING, LEAST_POWER, MOST_POWER = 4, -4, 13
+"""Points of the table by chunks for each doubling of them, from 1 / 16 to 8,192 chunks on average."""
+
+
+class LaneCost:
+    """Seconds on a replica of the mean speed. `speeds`: each replica's own seconds over those. The number of drafts is
+    the best at each number of chunks of `context_tokens` each.
+    """
+
+    def __init__(
+        self, replicas: Sequence[LaneReplica], chance: float, max_drafts: int, reserved_tokens: float,
+        context_tokens: float,
+    ):  # fmt: skip
+        measured = [one.performance for one in replicas if one.performance is not None]
+        chosen = measured[:: max(1, len(measured) // LOOKED_AT)][:LOOKED_AT]
+        steps = np.mean([_steps(one, TOKENS) for one in chosen], axis=0)
+        self.speeds = [_speed(one.performance, steps) for one in replicas]
+        self._kv = sum(one.kv_tokens for one in replicas) / len(replicas)
+        self._most_running = sum(one.max_running for one in replicas) / len(replicas)
+        self._reserved = reserved_tokens
+        chunk_s = float(np.mean([one.chunk_s - one.context_token_s * one.context_tokens for one in chosen]))
+        self._context_s = float(np.mean([one.context_token_s for one in chosen]))
+        chunks = 2.0 ** (np.arange((MOST_POWER - LEAST_POWER) * PER_DOUBLING + 1) / PER_DOUBLING + LEAST_POWER)
+        drafts = np.arange(1 + min(max_drafts, MOST_DRAFTS))
+        made = np.cumsum(chance**drafts)
+        tokens = np.maximum(chunks[:, None] * (1 + drafts), 1.0)
+        steps = np.mean([_steps(one, tokens) for one in chosen], axis=0) + (chunk_s * chunks)[:, None]
+        best = np.argmin((steps + (self._context_s * context_tokens * chunks)[:, None]) / made, axis=1)
+        self._step_s = (steps[np.arange(len(chunks)), best] / made[best]).tolist()
+        self._share = (1.0 / made[best]).tolist()
+
+    def seconds(self, longest: float, total: float, held: float, count: int) -> float:
+        """Returns the seconds of `count` samples: `longest` and `total` of their remainders, and `held`, the sum of
+        remainder times mean context, in tokens.
+        """
+        running = count if count < self._most_running else self._most_running
+        room = max(self._kv - self._reserved * running, 0.1 * self._kv)
+        times = max(longest, held / room, total / self._most_running)
+        at = (log2(total / times) - LEAST_POWER) * PER_DOUBLING
+        place = min(max(int(at), 0), len(self._step_s) - 2)
+        part = max(at - place, 0.0)
+        step_s, share = self._step_s, self._share
+        step = step_s[place] + part * (step_s[place + 1] - step_s[place])
+        return times * step + self._context_s * held * (share[place] + part * (share[place + 1] - share[place]))
+
+
+def _steps(performance: Performance, tokens) -> np.ndarray:
+    """Returns the seconds of steps of this many tokens, above 0, without a chunk's own: f64, of the shape of `tokens`.
+
+    As `StepCost.at`, for reports that need not be those of a measured curve.
+    """
+    x, y = np.array(performance.step_tokens), np.array(performance.step_seconds)
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return np.maximum(np.interp(tokens, x, y) + slope * np.maximum(np.asarray(tokens) - x[-1], 0.0), 1e-9)
+
+
+def _speed(performance: Performance | None, steps: np.ndarray) -> float:
+    """Returns a replica's seconds over the mean of all, by the smaller numbers of TOKENS; 1 within LIKE."""
+    if performance is None:
+        return 1.0
+    speed = float((_steps(performance, TOKENS) / steps)[:8].mean())
+    return 1.0 if abs(speed - 1.0) <= LIKE else speed
