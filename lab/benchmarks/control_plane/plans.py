@@ -39,7 +39,17 @@ def plan_ms(samples: int, replicas: int) -> float:
     """Returns the milliseconds of a plan for `samples` samples on `replicas` replicas."""
     core = RolloutCore(Policies(lanes={"type": "auto", "min_gain": -1e9}, drafting="goodput"))
     for index in range(replicas):
-        core.observe(ReplicaJoined(0.0, f"r{index:04}", 16, 1 << 20, samples, 0, 0))
+        core.observe(
+            ReplicaJoined(
+                now=0.0,
+                replica_id=f"r{index:04}",
+                block_tokens=16,
+                kv_capacity_blocks=1 << 20,
+                max_running=samples,
+                draft_tokens=0,
+                weights_version=0,
+            )
+        )
         core.observe(ReplicaMeasured(0.0, f"r{index:04}", STEPS))
     draws = np.random.default_rng(0)
     levels = draws.standard_normal(samples // GROUP_SAMPLES)
