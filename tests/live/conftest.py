@@ -43,6 +43,14 @@ def tiny_model(model_dir, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def other_tiny_weights(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model's folder with other weights."""
+    from tailrace.app.model import perturbed
+
+    return perturbed(tiny_model, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
+
+
 @pytest.fixture(scope="module")
 def address(tiny_model, tmp_path_factory):
     """The address of a gateway, and a client by Ray of its service; see `gateway_service`."""
