@@ -10,6 +10,8 @@ MINUTES ?= 60
 SEED ?= 0
 IN_PROCESS := tests/live/engines tests/live/trainers
 export RAY_USAGE_STATS_ENABLED := 0
+# Images often forbid bytecode. Each process of the tests would then compile what it imports of this repository.
+test test-%: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean

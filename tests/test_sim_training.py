@@ -25,8 +25,8 @@ FIGURES = TrainingFigures()
 def small():
     """Four GPUs, few and short answers: each mode takes a second or less."""
     scenario = load_scenario("das-7b-16k").scaled(0.5)
-    quantiles = Known(value={0.28: 410.0, 0.87: 717.0}, assumed="a sixteenth, to be quick")
-    changes = {"prompts": 8, "samples": 3, "max_tokens": 1024, "chunk_tokens": 128}
+    quantiles = Known(value={0.28: 103.0, 0.87: 179.0}, assumed="a sixty-fourth, to be quick")
+    changes = {"prompts": 8, "samples": 3, "max_tokens": 256, "chunk_tokens": 32}
     update = {key: getattr(scenario, key).scaled(value, 0.1) for key, value in changes.items()}
     update["lengths"] = scenario.lengths.model_copy(update={"quantiles": quantiles})
     return scenario.model_copy(update=update)
@@ -85,7 +85,7 @@ def test_the_bound_of_bounded_is_the_one_asked_for(staleness):
     assert max(step - version for step, version in made) <= staleness
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_overlap_is_not_slower_than_training_after_the_rollout_on_the_same_draw_and_gpus(seed):
     """Of one on-policy mode, with and without streams; all else equal."""
     late = host_of(small(), mode("overlap").__class__(**{**_fields("overlap"), "streams": False}), seed, 3, FIGURES)
@@ -102,7 +102,7 @@ def _fields(name: str) -> dict:
 
 @pytest.mark.parametrize("name", ["bounded", "histopipe"])
 def test_the_same_seed_gives_the_same_bytes_and_another_one_other_figures(name):
-    first, second, other = (json.dumps(train_run(small(), mode(name), seed, 3)) for seed in (5, 5, 6))
+    first, second, other = (json.dumps(train_run(small(), mode(name), seed, 2)) for seed in (5, 5, 6))
     assert first == second != other
 
 

@@ -12,9 +12,18 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config, with_engine
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.policies.families.registry import Policies
 
 PROMPT = (5, 300, 7, 41)
 TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}
+
+
+FILE = DEFAULT_CONFIG.with_name("serve.http.yaml")
+
+
+def usual_policies() -> Policies:
+    """Those that the service starts with."""
+    return load_config(FILE).application.policies
 
 
 @contextmanager
@@ -28,7 +37,7 @@ def gateway(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512, "vllm_args": vllm_args or {}}
-    file = with_engine(load_config(DEFAULT_CONFIG.with_name("serve.http.yaml")), settings)
+    file = with_engine(load_config(FILE), settings)
     usual = {"max_body_bytes": 20_000, "tool_parser": "hermes"}
     config = GatewayConfig(tokens_file=str(tokens), **(usual | changes))
     application = GatewayApplication(args=config)

@@ -127,7 +127,7 @@ def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_their
     log = Queue()  # what ended, in order
     for sample in SAMPLES:
         engine.submit(chunk(sample), lambda result: log.put(("old", result)))
-    while max(engine.stats().running.values(), default=0) < 4:
+    while log.empty() and max(engine.stats().running.values(), default=0) < 4:
         time.sleep(0.001)
     loaded = engine.ask(LoadWeights(1, str(other_tiny_weights)))
     loaded.add_done_callback(lambda done: log.put(("loaded", done)))
