@@ -19,9 +19,9 @@ def token():
     ensure_token_if_auth_enabled(create_token_if_missing=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def a_core_each(worker_id):
-    """Tests that run side by side start their engines on a core of their own: all of them have rank 0."""
+    """Engines without Ray that run side by side have a core of their own: all of them have rank 0."""
     if worker_id != "master":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker_id.removeprefix("gw")) % len(cores)]})

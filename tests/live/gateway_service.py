@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import ray
 from waiting import until
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config, with_engine
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.deployments.staging.slots import service_name
 from tailrace.policies.families.registry import Policies
 
 PROMPT = (5, 300, 7, 41)
@@ -48,9 +50,14 @@ def gateway(
         yield url, client
 
 
-def slots() -> list[str]:
-    """Weights in this machine's shared memory, by the names of their folders."""
-    return sorted(path.name for path in Path("/dev/shm").glob("tailrace-*"))
+def slots_service() -> str:
+    """The name of the slots of the service that this process is connected to."""
+    return service_name(load_config(FILE).application.name, ray.get_runtime_context().gcs_address)
+
+
+def slots(service: str) -> list[str]:
+    """A service's weights in this machine's shared memory, by the names of their folders."""
+    return sorted(path.name for path in Path("/dev/shm").glob(f"tailrace-{service}*"))
 
 
 def caller(url: str, role: str) -> httpx.Client:

@@ -34,3 +34,8 @@ def narrow_model(model_dir, tmp_path_factory) -> Path:
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_dir / name, folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pinned(a_core_each):
+    """Two processes of this folder's tests run side by side."""

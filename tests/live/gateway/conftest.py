@@ -4,7 +4,7 @@ Ray collects metrics, which `test_metrics_live.py` reads.
 """
 
 import pytest
-from gateway_service import caller, gateway, slots
+from gateway_service import caller, gateway, slots, slots_service
 from listening_sockets import open_sockets
 
 RAYS = {"RAY_enable_metrics_collection": "true", "RAY_metrics_report_interval_ms": "5000"}
@@ -18,13 +18,13 @@ def before() -> set[tuple[int, str, int]]:
 
 @pytest.fixture(scope="package")
 def address(tiny_model, tmp_path_factory, before):
-    held = slots()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in RAYS.items():
             patch.setenv(name, value)
         with gateway(tiny_model, tmp_path_factory.mktemp("gateway")) as found:
+            service = slots_service()
             yield found
-    assert set(slots()) <= set(held), "nothing of the service is left in shared memory"
+    assert slots(service) == [], "nothing of the service is left in shared memory"
 
 
 @pytest.fixture(scope="package")
