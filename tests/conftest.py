@@ -28,6 +28,8 @@ ON_REQUEST = {
     "hosts": "the tests on hosts of their own (root)",
     "renderers": "the tests of prime-rl's renderers and verifiers, which have an environment of their own",
 }
+LARGE = {"deployed", "drafter", "elastic"}
+"""Folders below tests/live whose services run the demo model, one after the other: an engine takes 4 GB."""
 HEAVY = {"ray", "vllm"}
 OURS = {"tailrace", "benchmarks", "research"}
 
@@ -80,9 +82,11 @@ def tier_of(item) -> str:
 
 
 def neighbours_of(item) -> str:
-    """The folder below tests/live, or else the file, whose tests may share a service: they run in one process."""
+    """The tests that run in one process: those of a file, of a folder that shares a service, or of large models."""
     folder = item.path.parent
-    return str(folder if folder.parent == LIVE_FOLDER else item.path)
+    if folder.parent != LIVE_FOLDER:
+        return str(item.path)
+    return "large" if folder.name in LARGE else folder.name
 
 
 @pytest.hookimpl(wrapper=True)

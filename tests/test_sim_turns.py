@@ -19,7 +19,8 @@ MODEL = ReplicaModel(
     fetch_base_s=0.01,
 )
 POLICIES = Policies(placement="cost_aware", chunking={"type": "fixed", "chunk_tokens": 100}, drafting="off")
-SYSTEMS = ("verl", "seer", "tailrace", "tailrace_near", "tailrace_requests", "tailrace_consolidate")
+SYSTEMS = ("verl", "seer", "tailrace", "tailrace_requests")
+MORE = ("tailrace_near", "tailrace_consolidate")
 
 
 def one_sample(*gaps: Gap, length: int = 300) -> Workload:
@@ -30,7 +31,7 @@ def alone(work: Workload, **given):
     return simulate(work, Cluster(MODEL, 2), POLICIES, check=True, **given)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", [*SYSTEMS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_every_system_plays_turns_by_the_laws(name):
     scenario = load_scenario("tools-8b").scaled(0.01)
     run = Setup.of(scenario, 1, steps=1).run(name, system(name), 1, check=True)
