@@ -10,6 +10,8 @@ MINUTES ?= 60
 SEED ?= 0
 IN_PROCESS := tests/live/engines tests/live/trainers
 export RAY_USAGE_STATS_ENABLED := 0
+# Images often forbid bytecode. Each process of the tests would then compile what it imports of this repository.
+test test-%: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
@@ -31,7 +33,7 @@ test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
 	@$(PY) -m pytest -n 2 tests/live/simulated
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(IN_PROCESS)
-	@$(PY) -m pytest -m "live or gpu" $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
+	@$(PY) -m pytest -m "live or gpu" -n 2 --dist loadgroup --no-loadscope-reorder $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
 
 test-pure: setup ## the pure tests alone, on two cores
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live

@@ -6,9 +6,10 @@ not.
 
 Invariant: a pure test cannot import ray or vllm, whatever ran or was collected before it. Files under tests/live
 are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. Those under
-tests/live/simulated start neither, and those under tests/live/engines and tests/live/trainers start no Ray: `make test`
-runs them two at a time, between the pure tests and the other live ones. What was imported for the live tier (those
-packages, and our own modules that came with them) is put aside in the pure one.
+tests/live/simulated start neither, and those under tests/live/engines and tests/live/trainers start no Ray. `make test`
+runs two of each at a time, and then two folders or files of the other live ones, each on a Ray of its own: a service
+waits for half of its start and its end. What was imported for the live tier (those packages, and our own modules that
+came with them) is put aside in the pure one.
 """
 
 import importlib.abc
@@ -27,6 +28,8 @@ ON_REQUEST = {
     "hosts": "the tests on hosts of their own (root)",
     "renderers": "the tests of prime-rl's renderers and verifiers, which have an environment of their own",
 }
+LARGE = {"deployed", "drafter", "elastic"}
+"""Folders below tests/live whose services run the demo model, one after the other: an engine takes 4 GB."""
 HEAVY = {"ray", "vllm"}
 OURS = {"tailrace"}
 
@@ -78,6 +81,14 @@ def tier_of(item) -> str:
     return "live" if item.get_closest_marker("live") or LIVE_FOLDER in item.path.parents else "pure"
 
 
+def neighbours_of(item) -> str:
+    """The tests that run in one process: those of a file, of a folder that shares a service, or of large models."""
+    folder = item.path.parent
+    if folder.parent != LIVE_FOLDER:
+        return str(item.path)
+    return "large" if folder.name in LARGE else folder.name
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
     live = collector.path == LIVE_FOLDER or LIVE_FOLDER in collector.path.parents
@@ -103,8 +114,10 @@ def pytest_collection_modifyitems(config, items):
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
     for item in items:
-        if tier_of(item) == "live":
+        if (tier := tier_of(item)) == "live":
             item.add_marker("live")
+        if tier != "pure":
+            item.add_marker(pytest.mark.xdist_group("gpu" if tier == "gpu" else neighbours_of(item)))
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
 
 

@@ -1,6 +1,6 @@
 """A sample's line to its draft model outlives chunks; a late drafter catches up, one that never joins is given back.
 
-Engine and model are the stand-ins of `drafter_pair`; they are real in `tests/live/test_drafter_live.py`.
+Engine and model are the stand-ins of `drafter_pair`; they are real in `tests/live/drafter/test_drafter_live.py`.
 """
 
 import pytest

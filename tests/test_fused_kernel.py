@@ -35,14 +35,15 @@ def on_cpu(given, dtype=torch.float32):
     return kernel_cpu.sample_rows(torch.from_numpy(given.logits).to(dtype).float().numpy(), *given[1:])
 
 
+@pytest.mark.parametrize("count", [10, pytest.param(48, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
     [(1, "float32"), (2, "bfloat16"), (64, "float32"), (65, "float16"), (200, "bfloat16"), (1025, "float32")],
 )
-def test_rows_of_every_kind_are_those_of_the_cpu(kernel, vocab, dtype):
+def test_rows_of_every_kind_are_those_of_the_cpu(kernel, vocab, dtype, count):
     rng = np.random.default_rng(vocab)
-    logits = sampler_triton.some_logits(rng, vocab, 24, getattr(torch, dtype))
-    found = sampler_triton.differences(kernel, logits, sampler_triton.some_columns(rng, vocab, 24))
+    logits = sampler_triton.some_logits(rng, vocab, count, getattr(torch, dtype))
+    found = sampler_triton.differences(kernel, logits, sampler_triton.some_columns(rng, vocab, count))
     assert [found[name] for name in LIKE] == [0, 0, 0]
     assert found["logprob_diff"] < LOGPROB_BOUND and found["margin_diff"] < 1e-5
 
@@ -111,7 +112,7 @@ def test_a_row_without_a_candidate_has_no_logprob_at_any_temperature(kernel):
     assert ((tokens >= 0) & (tokens < 300)).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 def test_absurd_values_return_a_token_of_the_vocabulary(kernel, seed):
     with np.errstate(all="ignore"):
         tokens, *_ = draw(kernel, test_kernels.extreme_rows(np.random.default_rng(seed), 130))

@@ -19,9 +19,9 @@ def token():
     ensure_token_if_auth_enabled(create_token_if_missing=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def a_core_each(worker_id):
-    """Tests that run side by side start their engines on a core of their own: all of them have rank 0."""
+    """Engines without Ray that run side by side have a core of their own: all of them have rank 0."""
     if worker_id != "master":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker_id.removeprefix("gw")) % len(cores)]})
@@ -41,6 +41,14 @@ def tiny_model(model_dir, tmp_path_factory) -> Path:
     for name in TOKENIZER:
         shutil.copy(model_dir / name, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def other_tiny_weights(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model's folder with other weights."""
+    from tailrace.app.model import perturbed
+
+    return perturbed(tiny_model, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
 
 
 @pytest.fixture(scope="module")

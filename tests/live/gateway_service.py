@@ -6,15 +6,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import ray
 from waiting import until
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config, with_engine
 from tailrace.app.gateway.gateway_config import GatewayConfig
+from tailrace.deployments.staging.slots import service_name
+from tailrace.policies.families.registry import Policies
 
 PROMPT = (5, 300, 7, 41)
 TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}
+
+
+FILE = DEFAULT_CONFIG.with_name("serve.http.yaml")
+
+
+def usual_policies() -> Policies:
+    """Those that the service starts with."""
+    return load_config(FILE).application.policies
 
 
 @contextmanager
@@ -28,7 +39,7 @@ def gateway(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512, "vllm_args": vllm_args or {}}
-    file = with_engine(load_config(DEFAULT_CONFIG.with_name("serve.http.yaml")), settings)
+    file = with_engine(load_config(FILE), settings)
     usual = {"max_body_bytes": 20_000, "tool_parser": "hermes"}
     config = GatewayConfig(tokens_file=str(tokens), **(usual | changes))
     application = GatewayApplication(args=config)
@@ -39,9 +50,14 @@ def gateway(
         yield url, client
 
 
-def slots() -> list[str]:
-    """Weights in this machine's shared memory, by the names of their folders."""
-    return sorted(path.name for path in Path("/dev/shm").glob("tailrace-*"))
+def slots_service() -> str:
+    """The name of the slots of the service that this process is connected to."""
+    return service_name(load_config(FILE).application.name, ray.get_runtime_context().gcs_address)
+
+
+def slots(service: str) -> list[str]:
+    """A service's weights in this machine's shared memory, by the names of their folders."""
+    return sorted(path.name for path in Path("/dev/shm").glob(f"tailrace-{service}*"))
 
 
 def caller(url: str, role: str) -> httpx.Client:

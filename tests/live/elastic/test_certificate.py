@@ -1,7 +1,7 @@
 """The certificate on a small workload, with its last run corrupted: all others identical, the corruption found.
 
 Of the ways to roll out these are the ones that one service can take and that other live tests do not compare with plain
-decoding (`test_drafter_live.py` does so with draft models); `tailrace verify` takes them all.
+decoding (`drafter/test_drafter_live.py` does so with draft models); `tailrace verify` takes them all.
 """
 
 import json

@@ -26,11 +26,11 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module")
-def config(tiny_model):
+def config(narrow_model):
     draft = DraftConfig(method="ngram", draft_tokens=3, lookup_min=1)
     # Prompts of 60 tokens are computed in two steps; the first one's rows are inside of them.
     sizes = {"max_model_len": 256, "max_running": 4, "max_batched_tokens": 48, "kv_cache_gib": 0.05}
-    return EngineConfig(model=str(tiny_model), draft=draft, close_call_tolerance=0.02, **sizes)
+    return EngineConfig(model=str(narrow_model), draft=draft, close_call_tolerance=0.02, **sizes)
 
 
 def results_of(config, name):

@@ -263,10 +263,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_no_engine_can_hold_is_refused_in_one_line_and_harms_nobody(loop, wanted, case):
-    *results, refused = run(loop, *map(chunk, MATES), chunk(3, **REFUSED[case]))
-    assert isinstance(refused, RequestRefused) and "\n" not in str(refused)
+def test_what_no_engine_can_hold_is_refused_in_one_line_and_harms_nobody(loop, wanted):
+    bad = [chunk(3, **{"chunk_id": name} | changes) for name, changes in REFUSED.items()]
+    answers = run(loop, *bad[:8], *map(chunk, MATES), *bad[8:])
+    results = answers[8 : 8 + len(MATES)]
+    refused = dict(zip(REFUSED, answers[:8] + answers[8 + len(MATES) :], strict=True))
+    assert {name: type(one) for name, one in refused.items()} == dict.fromkeys(REFUSED, RequestRefused)
+    assert not [one for one in refused.values() if "\n" in str(one)]
     assert_as_wanted(results, wanted)
     assert not loop.stats().running
 

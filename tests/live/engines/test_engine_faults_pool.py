@@ -10,7 +10,7 @@ from test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, 
 
 from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.stepper import Stepper
-from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan, sample_key
 from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
@@ -56,8 +56,8 @@ def pool():
 
 
 @pytest.fixture(scope="module")
-def loop(model_dir, pool):
-    config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25)
+def loop(tiny_model, pool):
+    config = EngineConfig(model=str(tiny_model), max_model_len=256, max_running=8, kv_cache_gib=0.05)
     stepper = Stepper(config, "pooled", 0, 0, pool)
     KEPT.append((stepper, stepper._engine))
     loop = EngineLoop(stepper)
@@ -66,23 +66,40 @@ def loop(model_dir, pool):
 
 
 @pytest.fixture(scope="module")
-def wanted(loop) -> dict[int, np.ndarray]:
+def wanted(loop) -> dict[int, ChunkResult]:
     """Whole answers without a fault and without the pool, by sample."""
     asked = [chunk("whole", sample, max_tokens=FIRST + TOKENS, kv=None) for sample in MATES]
-    return {sample: one.token_ids for sample, one in zip(MATES, run(loop, *asked), strict=True)}
+    return dict(zip(MATES, run(loop, *asked), strict=True))
+
+
+def assert_same(found: ChunkResult, wanted: ChunkResult, part: slice) -> None:
+    """Tokens, and logprobs: those of this model move by 1e-2 and more where the KV is not the context's."""
+    np.testing.assert_array_equal(found.token_ids, wanted.token_ids[part])
+    np.testing.assert_allclose(found.raw_logprobs, wanted.raw_logprobs[part], atol=1e-4)
+
+
+def test_another_context_shows_in_the_logprobs(loop, wanted):
+    """Else the tests below would show nothing: one other token at the start of the prompt, the same answer forced."""
+    answer = wanted[0].token_ids
+    for place in (0, len(PROMPT) - 1):
+        other = chunk("other", 0, max_tokens=len(answer), kv=None, forced=answer)
+        other.token_ids[place] += 1
+        (found,) = run(loop, other)
+        moved = np.abs(found.raw_logprobs - wanted[0].raw_logprobs)
+        assert moved[:FIRST].max() > 1e-2 < moved[FIRST:].max()
 
 
 def assert_continued_from_the_pool(loop, wanted, name: str, results) -> None:
     """The next chunks read the KV that the first ones saved, and have the tokens of a run without any of it."""
     for sample, result in zip(MATES, results, strict=True):
-        np.testing.assert_array_equal(result.token_ids, wanted[sample][:FIRST])
+        assert_same(result, wanted[sample], slice(FIRST))
     assert loop._stepper.reset_cache()
     later = [
         chunk(f"later {name}", sample, one.token_ids, TOKENS, kv=KvPlan(0, save=False))
         for sample, one in zip(MATES, results, strict=True)
     ]
     for sample, result in zip(MATES, run(loop, *later), strict=True):
-        np.testing.assert_array_equal(result.token_ids, wanted[sample][FIRST:])
+        assert_same(result, wanted[sample], slice(FIRST, None))
         assert result.pulled_tokens >= 96
 
 

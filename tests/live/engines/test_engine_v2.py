@@ -19,7 +19,7 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineCon
 from tailrace.policies.families.drafting import FixedBudget
 from tests.runner_v2 import second_runner
 
-TOKENS = 5  # a row of this vocabulary takes the interpreter half a second
+TOKENS = 5
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.2),
@@ -30,12 +30,12 @@ AGAIN = 2  # of these are made in the second turn
 
 
 @pytest.fixture(scope="module")
-def config(tiny_model):
+def config(narrow_model):
     # Prompts of 60 tokens are computed in two steps; the first one's rows are inside of them.
     sizes = {"max_model_len": 256, "max_running": len(SAMPLINGS), "max_batched_tokens": 48, "kv_cache_gib": 0.05}
     draft = DraftConfig(method="group", draft_tokens=3)
     close = {"close_call_tolerance": 0.02, "redraw_close_calls": True}
-    return EngineConfig(model=str(tiny_model), draft=draft, **close, **sizes)
+    return EngineConfig(model=str(narrow_model), draft=draft, **close, **sizes)
 
 
 def chunk(number: int, sampling: SamplingParams, turn: int) -> ChunkRequest:

@@ -20,7 +20,7 @@ from tailrace.policies.protocol.events import ChunkEnd
 
 pytestmark = pytest.mark.live
 
-TOKENS, TOLERANCE = 96, 0.1
+TOKENS, TOLERANCE = 64, 0.1
 NOISE = 0.045
 """Of a logit, either way: a distance between two moves by less than the tolerance."""
 

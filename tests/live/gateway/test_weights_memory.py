@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from gateway_service import slots
+from gateway_service import slots, slots_service
 from safetensors.numpy import load_file
 
 from tailrace.app.calls.client import RolloutClient
@@ -156,7 +156,7 @@ def test_a_stage_that_is_given_up_changes_nothing(client, folders, spoken):
     with pytest.raises(KeyboardInterrupt):
         client.stage_weights_blocking(version + 1, broken())
     assert version_of(client) == version and roll(client, "given-up") == spoken[1]
-    assert not any(name.endswith("-part") for name in slots())
+    assert not any(name.endswith("-part") for name in slots(slots_service()))
 
 
 def test_a_killed_replica_comes_back_on_the_version_in_memory(client, folders, spoken):

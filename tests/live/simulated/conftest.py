@@ -18,3 +18,8 @@ def play(tmp_path):
     from virtual_cluster import play
 
     return lambda story, **sizes: play(story, tmp_path, **sizes)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pinned(a_core_each):
+    """Two processes of this folder's tests run side by side."""

@@ -46,7 +46,8 @@ from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicasReserved
 
-SEEDS = 120
+SEEDS = 60
+"""Each kind of fault is in one of them; `--long` tries six times as many."""
 
 KEPT = {
     20: "a call across a partition",
@@ -86,6 +87,12 @@ def test_no_seed_fails():
     assert {outcome.seed: outcome.problem for outcome in outcomes if outcome.problem} == {}
     assert len(outcomes) == SEEDS and sum(outcome.samples for outcome in outcomes) > 100 * SEEDS
     assert {fault.kind for outcome in outcomes for fault in outcome.faults} == {*KINDS, *OF_ENGINES}
+
+
+@pytest.mark.long
+def test_no_seed_fails_at_length():
+    outcomes = campaign(range(1000 + SEEDS, 1000 + 7 * SEEDS), (*KINDS, *ODDITIES, *WORLDS))
+    assert {outcome.seed: outcome.problem for outcome in outcomes if outcome.problem} == {}
 
 
 @pytest.mark.parametrize("seed", KEPT)

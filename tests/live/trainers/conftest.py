@@ -21,3 +21,8 @@ def small_model(model_dir, tmp_path_factory) -> Path:
     for name in TOKENIZER:
         shutil.copy(model_dir / name, folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pinned(a_core_each):
+    """Two processes of this folder's tests run side by side."""

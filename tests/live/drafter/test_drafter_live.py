@@ -1,78 +1,28 @@
 """A draft model beside the engine that verifies: the same tokens in every way, also when it is killed; waste counted.
 
-The target is the demo model with fewer layers, whose later ones do little, so that the first of them alone
-are a draft model, faster than it and mostly right.
+The models are those of cut_models.py.
 """
 
 import asyncio
-import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from live.drafter.cut_models import WINDOW, drafter_of, engine_of
 from ray import serve
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.cluster import service
-from tailrace.app.config import ServeFile
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.coordinator.journal import read_journal, replay
-from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.rollout import RolloutBatch
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.lab.benchmarks.drafting.decoupled import measure
 from tailrace.lab.demo import PROMPTS
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import StartChunk
 from tailrace.policies.protocol.events import ChunkFinished
 
-WINDOW = 4
-PATIENT_S = 120.0
-"""Samples that take turns wait for their drafts: that there are some depends on no machine's pace."""
 TURNS = 8
 """Samples that do not wait are drafted for only while the draft model is the faster one; tried so often at most."""
-TARGET_LAYERS, DRAFT_LAYERS = 16, 2
-LITTLE = 0.05
-"""What layers behind the drafter's add, beside what they would."""
-
-
-def cut(source: Path, folder: Path, layers: int) -> Path:
-    """A model of the first `layers` layers; those behind DRAFT_LAYERS add little."""
-    from safetensors.torch import load_file, save_file
-
-    folder.mkdir()
-    for path in source.iterdir():
-        if path.suffix in (".json", ".jinja", ".txt") and path.name != "config.json":
-            shutil.copy(path, folder)
-    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}
-    config.pop("layer_types", None)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        layer = int(name.split(".")[2]) if ".layers." in name else -1
-        if layer < layers:
-            damped = layer >= DRAFT_LAYERS and name.endswith(("o_proj.weight", "down_proj.weight"))
-            tensors[name] = tensor * LITTLE if damped else tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def models(model_dir, tmp_path_factory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    yield cut(model_dir, folder / "target", TARGET_LAYERS), cut(model_dir, folder / "drafter", DRAFT_LAYERS)
-    shutil.rmtree(folder)
-
-
-def engine_of(target: Path) -> EngineConfig:
-    draft = DraftConfig(method="model", draft_tokens=8)
-    return EngineConfig(model=str(target), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
-
-
-def drafter_of(drafter: Path) -> DrafterConfig:
-    return DrafterConfig(model=str(drafter), window=WINDOW, mode="coupled", patience_s=PATIENT_S, kv_cache_gib=0.25)
 
 
 @pytest.mark.long
@@ -89,14 +39,6 @@ def test_coupled_decoupled_and_with_other_noise_the_tokens_are_the_same_and_the_
     coupled, other = result["runs"]["coupled"], result["runs"]["coupled, other noise"]
     assert coupled["acceptance"] > other["acceptance"], "at temperature 1 the sample's own noise is what agrees"
     assert coupled["accepted"] > 0
-
-
-@pytest.fixture(scope="module")
-def client(models):
-    target, drafter = models
-    args = {"replicas": 1, "engine": engine_of(target), "drafter": drafter_of(drafter), "pool": None}
-    with service(ServeFile.model_validate({"applications": [{"args": args}]}), None) as client:
-        yield client
 
 
 async def roll(client: RolloutClient, name: str, drafting, meanwhile=None, models="as_configured"):

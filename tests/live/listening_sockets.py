@@ -1,4 +1,4 @@
-"""Every listening socket of a service is in the table of docs/ports.md, and none is open wider than it says."""
+"""Listening sockets of a service by the role of their process, and the table of docs/ports.md. Used by live tests."""
 
 import re
 import shutil
@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-import pytest
-from waiting import until
-
-from tailrace.app.cluster import service
-from tailrace.app.config import ServeFile
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "ports.md"
 ROLES = {
@@ -98,41 +93,3 @@ def documented() -> dict[str, tuple[str, int]]:
     table = re.search(r"<!-- ports: begin -->\n(.*?)<!-- ports: end -->", PAGE.read_text(), re.DOTALL)[1]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     return {row[0]: (row[1], int(row[2])) for row in rows}
-
-
-@pytest.fixture(scope="module")
-def before() -> set[tuple[int, str, int]]:
-    return open_sockets()
-
-
-@pytest.fixture(scope="module")
-def driver(tiny_model, before):
-    engine = {"model": str(tiny_model), "max_model_len": 256, "max_running": 4, "kv_cache_gib": 0.25}
-    drafter = {"model": str(tiny_model), "window": 4}
-    arguments = {"engine": engine, "drafter": drafter, "pool": {"dram_gib": 0.25}}
-    with service(ServeFile(applications=({"args": arguments | {"replicas": 1}},)), None) as client:
-        until(lambda: [one for one in client.status_blocking().replicas if one.ready])
-        yield psutil.Process()
-
-
-def test_the_sockets_are_those_of_the_table(driver, before):
-    table = documented()
-    found = listening(driver, before)
-    print(*(f"{role:20} {sorted(numbers)}" for role, numbers in sorted(found.items())), sep="\n")
-    assert set(found) | {"idle worker"} == set(table), "a worker may be busy, or none idle"
-    for role, counts in found.items():
-        on_node, on_all = table[role]
-        assert {one.on_all for one in counts} == {on_all}, f"{role} on all interfaces: {counts}"
-        if on_node != "several":
-            assert {one.on_node for one in counts} == {int(on_node)}, f"{role} on the node's address: {counts}"
-
-
-def test_both_ways_of_looking_agree(driver):
-    if not shutil.which("ss"):
-        pytest.skip("ss is not installed; psutil was asked")
-    ours = {one.pid for one in (driver, *driver.children(recursive=True)) if not role_of(one).startswith("idle")}
-
-    def seen(found: list[tuple[int, str, int]]) -> list[tuple[int, bool, int]]:
-        return sorted((pid, host in ANYWHERE, port) for pid, host, port in found if pid in ours)
-
-    assert seen(by_ss()) == seen(by_psutil())

@@ -1,7 +1,6 @@
 """Metrics of a real service: Ray's page, which opens no port of ours; and every panel's query, in a real Prometheus."""
 
 import asyncio
-import os
 import time
 from itertools import count
 from math import isnan
@@ -10,38 +9,29 @@ import httpx
 import psutil
 import pytest
 import ray
-from gateway_service import caller, gateway
+from gateway_service import caller, usual_policies
+from listening_sockets import documented, listening
 from prometheus import configuration, firing, names_of, panels, shown
 from prometheus import running as prometheus
 from prometheus_client.parser import text_string_to_metric_families
-from test_ports import documented, listening, open_sockets
 from waiting import until
 
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.metrics.registry import COORDINATOR, GATEWAY, POOL_CAPACITY, REGISTRY, REPLICAS
 from tailrace.policies.families.registry import Policies
 
-RAYS = {"RAY_enable_metrics_collection": "true", "RAY_metrics_report_interval_ms": "5000"}
 LOAD_S = 60.0
 WINDOW = "1m"
 """Of rates: 6 looks at the books."""
 
 
 @pytest.fixture(scope="module")
-def before():
-    return open_sockets()
-
-
-@pytest.fixture(scope="module")
-def running(tiny_model, tmp_path_factory, before):
-    """The address of a gateway, and a client; Ray collects metrics."""
-    ours = {name: os.environ.get(name) for name in RAYS}
-    os.environ.update(RAYS)
-    with gateway(tiny_model, tmp_path_factory.mktemp("metrics")) as found:
-        asyncio.run(found[1].set_policies(Policies(chunking={"type": "fixed", "chunk_tokens": 48})))
-        yield found
-    for name, value in ours.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+def running(address):
+    """The address of the gateway, and a client; many short chunks, so that samples move."""
+    _, client = address
+    client.set_policies_blocking(Policies(chunking={"type": "fixed", "chunk_tokens": 48}))
+    yield address
+    client.set_policies_blocking(usual_policies())
 
 
 def page_port() -> int:

@@ -1,0 +1,1 @@
+"""Tests that share a service with a draft model."""
