@@ -111,5 +111,4 @@ def _print(result: dict) -> None:
         shares = (result[key].get(name) for key in SHARES)
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
-    console = Console()
-    console.print(table, width=max(WIDTH, console.width))
+    Console(width=max(WIDTH, Console().width)).print(table)
