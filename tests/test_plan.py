@@ -169,10 +169,17 @@ def test_the_command_s_answer_and_its_file(tmp_path):
 
 def test_a_trace_is_a_workload_too(tmp_path):
     samples = [{"text": "one two three " * n} for n in (4, 40)]
-    line = {"prompt_id": "p", "prompt": "count", "answer": "3", "epochs": [{"policy_step": 0, "samples": samples}]}
+    line = {
+        "prompt_id": "p",
+        "prompt": "count " * 200,
+        "answer": "3",
+        "epochs": [{"policy_step": 0, "samples": samples}],
+    }
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps(line) + "\n")
-    result = asked("--workload", str(path), "--model", "Qwen3-8B", "--gpus", "2")
+    out = tmp_path / "serve.yaml"
+    result = asked("--workload", str(path), "--model", "Qwen3-8B", "--gpus", "2", "--out", str(out))
+    assert result["seeds"] == 1 and load_config(out).application.args.engine.max_model_len == 16384 + 208
     assert (result["workload"], result["model"], result["best"]["samples"]) == ("mine", "Qwen3-8B", 2)
 
 

@@ -8,10 +8,8 @@ from pathlib import Path
 import click
 
 from tailrace.app.errors import BadInput
-from tailrace.app.files.output_file import OutputFile, OutputKind
+from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
 from tailrace.lab.commands.simulate import TRACE_CLUSTER, TRACES
-
-PLANNED = OutputKind("a file of `tailrace plan --out`", (b"# Made by `tailrace plan`",))
 
 MOST_DRAFTS = 16
 """Draft tokens of a step that the bounds allow for: the maximum of `goodput`, the default drafting policy."""
@@ -35,10 +33,11 @@ def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json)
     Seconds are lower bounds by work, by the longest sample and by memory; work + longest is what is reachable without
     knowledge of lengths, and the best way has the least. The file of --out has the best way that the service can run.
     """
-    from tailrace.lab.simulator.planned_service import planned_file
+    from tailrace.lab.simulator.planned_service import MARK, planned_file
     from tailrace.lab.simulator.priced_parallelism import best, own_size
 
-    file = OutputFile.of(out, "--out", PLANNED)
+    check_apart({"--out": out}, {"--workload": Path(workload)})
+    file = OutputFile.of(out, "--out", OutputKind("a file of `tailrace plan --out`", (MARK.encode(),)))
     scenario, draws = _workload(workload, cluster, tokenizer, seeds)
     scenario = _changed(scenario, {"model": model, "gpu": gpu, "gpus": gpus})
     ways = _ways(scenario, draws)
@@ -52,7 +51,7 @@ def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json)
         file.write(planned_file(served, scenario))
     own = own_size(ways, scenario.gpus_per_replica.value)
     chosen = {"best": best(ways), "served": served, "own": own if own and own.costs else None}
-    result = _result(scenario, ways, chosen, seeds)
+    result = _result(scenario, ways, chosen, len(draws))
     if as_json:
         click.echo(json.dumps(result))
     else:
@@ -60,20 +59,19 @@ def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json)
 
 
 def _workload(workload: str, cluster: str | None, tokenizer: str, seeds: int):
-    """Returns the set-up, and the groups of one step for each seed. A trace has the same step for every seed."""
-    from tailrace.lab.commands.simulate import load_setup
+    """Returns the set-up, and the groups of one step for each draw. A trace is one draw, with its own prompts."""
+    from tailrace.lab.commands.simulate import load_setup, trace_setup
+    from tailrace.lab.simulator.scenario import Known
 
     if not workload.endswith(TRACES):
         if cluster is not None:
             raise BadInput("--cluster: for recorded rollouts only; give one by --workload FILE.jsonl, or leave it out")
         scenario = load_setup(workload)
         return scenario, [scenario.workload(seed).steps[0] for seed in range(seeds)]
-    from tailrace.lab.commands.simulate import trace_setup
-
     scenario = load_setup(cluster or TRACE_CLUSTER, "--cluster")
     found = trace_setup(Path(workload), scenario, 1.0, tokenizer, "table").setup.workload
-    named = scenario.model_copy(update={"name": found.name})
-    return named, [found.steps[0]]
+    prompt_tokens = Known(value=max(group.prompt_tokens for group in found.steps[0]), source="the longest of the trace")
+    return scenario.model_copy(update={"name": found.name, "prompt_tokens": prompt_tokens}), [found.steps[0]]
 
 
 def _changed(scenario, given: dict):

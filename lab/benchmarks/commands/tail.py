@@ -13,6 +13,9 @@ SHARES = (
     "reachable_share",
 )  # fmt: skip
 
+WIDTH = 100
+"""Minimum width of the table: on a narrower terminal lines wrap, and no number is cut."""
+
 
 @click.command("tail")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
@@ -108,4 +111,4 @@ def _print(result: dict) -> None:
         shares = (result[key].get(name) for key in SHARES)
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
-    Console().print(table)
+    Console(width=max(WIDTH, Console().width)).print(table)
