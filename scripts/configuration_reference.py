@@ -110,6 +110,7 @@ FAMILY_MEANINGS = {
     "draft_models": "how a draft model drafts for a sample",
     "tail": "how many replicas stay as the batch shrinks",
     "racing": "which samples run twice, with another draft method",
+    "lanes": "which samples share a replica, by what is known of their lengths",
 }
 
 
