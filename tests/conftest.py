@@ -85,7 +85,7 @@ def neighbours_of(item) -> str:
     """The tests that run in one process: those of a file, of a folder that shares a service, or of large models."""
     folder = item.path.parent
     if folder.parent != LIVE_FOLDER:
-        return str(item.path)
+        return item.path.stem
     return "large" if folder.name in LARGE else folder.name
 
 
@@ -108,6 +108,7 @@ def pytest_configure(config):
         guard.open()  # it runs no test, and reads classes of its workers' warnings
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     for marker in ON_REQUEST:
         if not config.getoption(f"--{marker}"):
