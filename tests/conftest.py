@@ -28,8 +28,6 @@ ON_REQUEST = {
     "hosts": "the tests on hosts of their own (root)",
     "renderers": "the tests of prime-rl's renderers and verifiers, which have an environment of their own",
 }
-LARGE = {"deployed", "drafter", "elastic"}
-"""Folders below tests/live whose services run the demo model, one after the other: an engine takes 4 GB."""
 HEAVY = {"ray", "vllm"}
 OURS = {"tailrace"}
 
@@ -81,14 +79,6 @@ def tier_of(item) -> str:
     return "live" if item.get_closest_marker("live") or LIVE_FOLDER in item.path.parents else "pure"
 
 
-def neighbours_of(item) -> str:
-    """The tests that run in one process: those of a file, of a folder that shares a service, or of large models."""
-    folder = item.path.parent
-    if folder.parent != LIVE_FOLDER:
-        return str(item.path)
-    return "large" if folder.name in LARGE else folder.name
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
     live = collector.path == LIVE_FOLDER or LIVE_FOLDER in collector.path.parents
@@ -108,16 +98,24 @@ def pytest_configure(config):
         guard.open()  # it runs no test, and reads classes of its workers' warnings
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`--dist loadgroup`: by folders, see folder_scheduling.py."""
+    if config.getvalue("dist") == "loadgroup":
+        from folder_scheduling import FolderScheduling
+
+        return FolderScheduling(config, log)
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
     for marker in ON_REQUEST:
         if not config.getoption(f"--{marker}"):
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
     for item in items:
-        if (tier := tier_of(item)) == "live":
+        if tier_of(item) == "live":
             item.add_marker("live")
-        if tier != "pure":
-            item.add_marker(pytest.mark.xdist_group("gpu" if tier == "gpu" else neighbours_of(item)))
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
 
 

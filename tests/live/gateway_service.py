@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import ray
 from waiting import until
 
 from tailrace.app.calls.client import RolloutClient
@@ -52,6 +51,8 @@ def gateway(
 
 def slots_service() -> str:
     """The name of the slots of the service that this process is connected to."""
+    import ray  # here, since a conftest that is named on the command line is loaded under the guard
+
     return service_name(load_config(FILE).application.name, ray.get_runtime_context().gcs_address)
 
 
