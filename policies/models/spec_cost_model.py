@@ -81,9 +81,9 @@ def renewal_tokens_s(p: float, drafter: DrafterCost, verifier: VerifierCost, sam
 
     At 128 samples and p = 0.5, w = 4 half of them do, and V is a quarter less. A single sample waits for no other: its
     windows start max(w D, V) apart after a right one and w D + V after a wrong one. Simulated token by token
-    (tests/test_planning.py) this holds within 2 % if the verifier is clearly the slower and 5 % if both are alike; the
-    published form errs by -30 % to +25 %. If the drafter is the slower, samples get out of step and verifications run
-    with few of them. Then this is up to 30 % too high: see `keeps_up`.
+    (tests/policies/test_planning.py) this holds within 2 % if the verifier is clearly the slower and 5 % if both are
+    alike; the published form errs by -30 % to +25 %. If the drafter is the slower, samples get out of step and
+    verifications run with few of them. Then this is up to 30 % too high: see `keeps_up`.
     """
     right = p**window
     draft_s = window * drafter.seconds(samples)

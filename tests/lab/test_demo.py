@@ -20,7 +20,7 @@ from tailrace.lab.demo.outcome import HEADS, NAMES, RECORDED, read, table, write
 from tailrace.lab.demo.page import page
 from tailrace.lab.demo.runs import policies_of, same_samples
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")

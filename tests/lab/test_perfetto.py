@@ -18,7 +18,7 @@ from tailrace.lab.timeline.perfetto import trace_events
 from tailrace.lab.timeline.record import Record
 from tailrace.lab.timeline.replica_states import bands
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROCESSOR = ROOT / ".perfetto"
 """`make test-traces` puts the trace processor there."""
 

@@ -29,7 +29,7 @@ def project(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path / "tests")
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = live\n    gpu\n    long\npythonpath = .\n")
     return tmp_path
 

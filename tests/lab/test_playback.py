@@ -14,7 +14,7 @@ from tailrace.deployments.feed.deltas import fold
 from tailrace.lab.timeline.playback import FRAMES, recording
 from tailrace.lab.timeline.record import record
 
-RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
+RECORDED = Path(__file__).parents[1] / "data" / "journal.jsonl.gz"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tailrace.app.model import demo_model_dir
 from tailrace.lab.benchmarks.drafting import drafts_joined, drafts_refused
 from tailrace.lab.benchmarks.drafting.drafts import SETTINGS, Setting, read_rollouts, replay, replay_arctic
 
-TRACE = Path(__file__).resolve().parent.parent.parent / "shared" / "traces" / "amc23.jsonl.gz"
+TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "amc23.jsonl.gz"
 
 
 def line(name, *epochs) -> dict:

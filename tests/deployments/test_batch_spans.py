@@ -30,7 +30,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan
 from tailrace.deployments.messages.rollout import BatchSettings, SamplingParams
 from tailrace.deployments.telemetry import Telemetry, traceparent
 
-AGENT = Path(__file__).parent.parent / ".venv-collector" / "rotel" / "rotel-agent"
+AGENT = Path(__file__).parents[2] / ".venv-collector" / "rotel" / "rotel-agent"
 """`make tools` installs it there."""
 
 SAMPLING = SamplingParams(temperature=0.7, top_k=5)

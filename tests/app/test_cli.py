@@ -14,7 +14,7 @@ import yaml
 from tailrace.app.cli import COMMANDS, run
 from tailrace.app.errors import EXTRAS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = '{"prompt_id": "a", "text": "hello"}\n'
 
 

@@ -13,7 +13,7 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import StartChunk
 
-RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
+RECORDED = Path(__file__).parents[1] / "data" / "journal.jsonl.gz"
 CHUNKED = {"chunking": {"type": "fixed", "chunk_tokens": 10}, "placement": "round_robin"}
 
 

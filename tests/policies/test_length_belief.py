@@ -18,7 +18,7 @@ from tailrace.policies.models.length_belief import (
 )
 from tailrace.policies.protocol.views import BeliefView
 
-TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
 CAP = 100_000
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from tailrace.app.ray_settings import FRUGAL, unset
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ["cluster.yaml", "cluster.local.yaml"]
 
 

@@ -129,7 +129,7 @@ def test_a_task_has_one_source_and_a_sound_pattern(config):
 
 
 def test_rewards_that_raise_hang_die_or_are_no_numbers_are_counted_values(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.setattr(reward_functions, "FINE", 9.0)  # of this process: the pool's are not forked from it
     pool = RewardPool(TaskConfig(name="gcd", reward="reward_functions:trouble"), workers=2, timeout_s=3.0)
     question = Question("q", "prompt", "answer")
@@ -149,7 +149,7 @@ def test_rewards_that_raise_hang_die_or_are_no_numbers_are_counted_values(monkey
 
 
 def test_a_function_of_a_user_gets_the_prompt_the_completion_and_the_answer(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.setattr(reward_functions, "length", lambda *given: given)
     config = TaskConfig(name="gcd", reward="reward_functions:length")
     assert score(config, Question("q", "prompt", "answer"), "completion") == ("prompt", "completion", "answer")
@@ -159,7 +159,7 @@ def test_a_function_of_a_user_gets_the_prompt_the_completion_and_the_answer(monk
     "path", ["no_such_package:reward", "reward_functions:no_such", "reward_functions", "json:__name__"]
 )
 def test_a_function_that_is_not_there_is_refused_before_anything_starts(path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
     with pytest.raises(BadInput, match=r"task\.reward"):
         RewardPool(TaskConfig(name="gcd", reward=path), workers=1, timeout_s=1.0)
 

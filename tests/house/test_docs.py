@@ -19,7 +19,7 @@ from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import EndSample, StartChunk
 from tailrace.policies.protocol.file_keys import keys_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHEAP = [
     ["simulate", "--scale", "0.05"],

@@ -17,7 +17,7 @@ from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EndSample, ReleaseKv, StartChunk
 from tailrace.policies.protocol.events import IllegalEvent
 
-RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
+RECORDED = Path(__file__).parents[1] / "data" / "journal.jsonl.gz"
 """Of the demo model on two replicas, in chunks, with drafts, and with new weights under way."""
 
 

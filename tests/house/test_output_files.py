@@ -270,7 +270,7 @@ def test_every_command_leaves_what_is_not_ours(tmp_path, capsys, arguments):
     places = {"PROMPTS": tmp_path / "p.jsonl", "NEW": tmp_path / "new.jsonl", "TASK": tmp_path / "t.yaml"}
     places["PROMPTS"].write_text('{"text": "hello"}\n')
     places["TASK"].write_text("task: {name: chain_sum, train: 2, held_out: 0}\n")
-    places["JOURNAL"] = Path(__file__).parent / "data" / "journal.jsonl.gz"
+    places["JOURNAL"] = Path(__file__).parents[1] / "data" / "journal.jsonl.gz"
     words = [str(places.get(word, word)) for word in arguments.split()]
     words = [word.replace("FILE", str(tmp_path / "notes")) if word.startswith("FILE") else word for word in words]
     guarded = [Path(word) for word in words if "/notes" in word]

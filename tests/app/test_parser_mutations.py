@@ -60,7 +60,7 @@ SIMULATED = {
     "workload": "w", "scale": 1.0,
     "systems": {"verl": [{"seed": 0, "makespan_s": 1.0, "tail_s": 0.5, "tokens": 10}]},
 }  # fmt: skip
-JOURNAL = gzip.decompress((Path(__file__).parent / "data" / "journal.jsonl.gz").read_bytes()).splitlines()[:40]
+JOURNAL = gzip.decompress((Path(__file__).parents[1] / "data" / "journal.jsonl.gz").read_bytes()).splitlines()[:40]
 OPEN = ["Open", "s", 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, [0, bytes(12)]]
 FRAME = [OPEN, ["Confirm", "s", 2, [4]], ["Stop", "s"], ["Guess", "s", 3, [1, 2], 4, 2]]
 

@@ -20,7 +20,7 @@ from tailrace.lab.timeline.page import page
 from tailrace.lab.timeline.record import Record, record
 from tailrace.lab.timeline.replica_states import bands
 
-RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
+RECORDED = Path(__file__).parents[1] / "data" / "journal.jsonl.gz"
 """Of the demo's prompts on two replicas of the demo model, 6 samples each, with new weights after 35 of 101 seconds."""
 
 

@@ -12,7 +12,7 @@ from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
-DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
+DEPLOYMENTS = Path(__file__).parents[2] / "deployments"
 COORDINATOR = DEPLOYMENTS / "coordinator" / "coordinator.py", DEPLOYMENTS / "feed" / "watch_calls.py"
 RIGHTS = {
     Role.OBSERVER: {"status", "replica_changes", "watch", "sample_log", "batch_log"},

@@ -16,7 +16,7 @@ from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.tail import Hold
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SHIPPED = ["serve.yaml", "serve.elastic.yaml", "serve.gpu.yaml", "serve.http.yaml"]
 
 

@@ -18,7 +18,7 @@ from tailrace.app.config import load_config
 from tailrace.app.deployment_options import all_options
 from tailrace.app.ray_settings import FRUGAL
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 KUBERAY = {path.stem: path for path in (DEPLOY / "kuberay").glob("*.yaml")}

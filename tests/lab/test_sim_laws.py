@@ -10,7 +10,7 @@ from law_fit import fit, rank_stability
 
 from tailrace.lab.simulator.laws import Law, draw, draw_steps, solve
 
-TRACE = Path(__file__).parent.parent.parent / "shared" / "traces" / "amc23.jsonl.gz"
+TRACE = Path(__file__).parents[3] / "shared" / "traces" / "amc23.jsonl.gz"
 LAW = Law(4000, 0.8, 16384, within=0.4, persist=0.8, at_cap=0.05, predictability_spread=0.3)
 
 

@@ -12,7 +12,7 @@ from folder_scheduling import process_of
         ("tests/live/elastic/test_certificate.py::test_a", "large"),
         ("tests/live/test_tls.py::test_a", "test_tls.py"),
         ("tests/gpu/test_kernel.py::test_a", "elsewhere"),
-        ("tests/test_model.py::test_a", "elsewhere"),
+        ("tests/app/test_model.py::test_a", "elsewhere"),
     ],
 )
 def test_a_folder_is_one_process(nodeid, process):

@@ -22,7 +22,7 @@ from tailrace.deployments.messages.rollout import SampleResult
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.protocol.actions import SampleEnd
 
-PAGE = Path(__file__).parent.parent / "docs" / "http.md"
+PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 VLLM = Path(sysconfig.get_paths()["purelib"]) / "vllm"
 COMPLETION = "entrypoints/openai/completion/protocol.py"
 CHAT = "entrypoints/openai/chat_completion/protocol.py"

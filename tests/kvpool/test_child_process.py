@@ -13,7 +13,7 @@ from waiting import is_alive, until
 from tailrace.kvpool import child_process
 from tailrace.kvpool.child_process import FIRST_PAUSE_S, KEPT_LINES, LONGEST_PAUSE_S, SETTLED_S, ChildProcess
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 
 

@@ -221,7 +221,7 @@ def test_the_same_events_give_the_same_actions(played):
 
 def test_another_process_with_another_hash_seed_gives_the_same_actions():
     """Law 4, determinism: nothing follows the order of a set of strings."""
-    here, code = Path(__file__).parent, "import rollout_machine; print(rollout_machine.digest())"
+    here, code = Path(__file__).parents[1], "import rollout_machine; print(rollout_machine.digest())"
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == digest()
