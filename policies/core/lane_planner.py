@@ -46,6 +46,7 @@ class LanePlanner:
         self._truth: dict[str, int] = {}
         self._batch: Batch | None = None  # looked at last
         self._law: LengthLaw | None = None
+        self._groups = -1  # of the batch when a law was looked for last
         self._levels: dict[Group, tuple[float, float]] = {}
         self._planned: bool | None = None  # whether the batch has lanes; None before its first plan
         self._ready: list[str] = []  # replicas of the last plan
@@ -103,7 +104,8 @@ class LanePlanner:
         if now < self._due_s and ready == self._ready and not (self._planned and self._is_idle(ready)):
             return []
         self._ready, self._due_s = ready, now + LOOK_S
-        if self._law is None and not self._policy.sees_truth:
+        if self._law is None and batch.positions != self._groups and not self._policy.sees_truth:
+            self._groups = batch.positions
             self._law = self._lengths.law(batch, self._policy.belief.min_answers)
         knows = (self._policy.sees_truth or self._law is not None) and self._planned is not False
         return self._plan(now, batch, ready) if knows and len(ready) > 1 else []
@@ -114,7 +116,7 @@ class LanePlanner:
 
     def _begin(self, batch: Batch) -> None:
         self._batch, self._planned, self._levels = batch, None, {}
-        self._law = None
+        self._law, self._groups = None, -1
         self._due_s = float("-inf")
 
     def _is_idle(self, ready: list[str]) -> bool:
