@@ -31,6 +31,8 @@ ROLES = {
 """The words of the table, by the program's name or the script's, or the title that Ray gives its process."""
 
 ANYWHERE = {"0.0.0.0", "::", "*"}
+AGENT_PORT = 52365
+"""Of a dashboard agent, Ray 2.60. Of two clusters on one machine the second one's agent goes without."""
 
 
 class Sockets(NamedTuple):
@@ -86,6 +88,12 @@ def listening(driver: psutil.Process, before: set[tuple[int, str, int]]) -> dict
         assert {*hosts} - ANYWHERE == {"127.0.0.1"}, f"{role} on {hosts}"
         found[role].add(Sockets(len(hosts) - wide, wide))
     return dict(found)
+
+
+def without_agent_port(driver: psutil.Process) -> bool:
+    """Whether this cluster's dashboard agent has not the port that Ray gives to all: another cluster's has it."""
+    ours = {driver.pid, *(one.pid for one in driver.children(recursive=True))}
+    return not any(pid in ours and port == AGENT_PORT for pid, _, port in open_sockets())
 
 
 def documented() -> dict[str, tuple[str, int]]:
