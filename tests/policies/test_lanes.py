@@ -282,7 +282,7 @@ def test_a_running_sample_moves_at_once_only_if_that_gains_more_than_the_move():
     for fetch, moves in ((1e6, True), (0.0, False)):
         core = core_of("clairvoyant", seen=False)
         for name in ("a", "b"):
-            core.observe(measured(0.5, name, 100.0 if not fetch else 1e6, fetch, 0.0, at=0.5))
+            core.observe(measured(0.5, name, 1e6 if fetch else 1e4, fetch, 0.0, at=0.5))  # 0.01 or 0.5 s; it gains 0.1
         specs = tuple(ev.GroupSpec(f"g{n}", 5_000, 1, 4_000, chunk_tokens=4_000) for n in range(8))
         core.observe(ev.LengthsRevealed(1.0, {f"g{n}#0": 3_000 if n < 4 else 100 for n in range(8)}))
         core.observe(ev.SamplesSubmitted(1.0, "s", specs))

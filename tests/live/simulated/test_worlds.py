@@ -66,6 +66,8 @@ SEEDS = {
     ("races", "scarce"): (14,),
     ("races", "kill", "damaged", "ray_error"): (6,),
     ("rewards",): (0, 1),
+    ("lanes",): (0,),
+    ("lanes", "scarce", "kill", "join"): (2, 3),
 }
 """By the kinds of a run, seeds that find the defects planted in `tests/planted/defects`."""
 
