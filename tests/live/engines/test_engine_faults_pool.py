@@ -44,7 +44,8 @@ def pool():
     started, ended = Future(), threading.Event()
 
     async def stay() -> None:
-        async with running_pool(PoolConfig(dram_gib=0.3)) as pool:
+        # A pause of 1 s after saves that an error dropped would outlast the chunks of this model.
+        async with running_pool(PoolConfig(dram_gib=0.3, retry_s=0.005)) as pool:
             started.set_result(pool.endpoint)
             await asyncio.to_thread(ended.wait)
 

@@ -17,7 +17,7 @@ from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact import kernel_cpu
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable
 from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler, extra_args
-from tests.test_exact_distribution import TARGET, VOCAB, distribution, p_value
+from tests.deployments.test_exact_distribution import TARGET, VOCAB, distribution, p_value
 
 pytestmark = pytest.mark.live
 
