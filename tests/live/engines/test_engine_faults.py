@@ -1,6 +1,6 @@
 """Steps that raise: the engine lives, the request to blame ends with the reason, its mates' tokens are as without it.
 
-One engine with drafts of the group and copies for other branches, driven turn by turn. Faults are planted where a step
+One engine with drafts of the group, driven turn by turn. Faults are planted where a step
 can raise: in vLLM's scheduler and worker, in the sampler, and in our drafts.
 """
 
@@ -47,9 +47,9 @@ def chunk(sample: int, sampling=WARM, **changes) -> ChunkRequest:
 
 
 @pytest.fixture(scope="module")
-def loop(model_dir):
+def loop(tiny_model):
     draft = DraftConfig(method="group", draft_tokens=4)
-    config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
+    config = EngineConfig(model=str(tiny_model), max_model_len=256, max_running=8, kv_cache_gib=0.05, draft=draft)
     loop = EngineLoop(Stepper(config, "faults", 0, 0))
     yield loop
     loop.end()
@@ -81,6 +81,16 @@ def run(loop, *chunks) -> list:
 def wanted(loop):
     """The mates' results without a culprit, by sample."""
     return dict(zip(MATES, run(loop, *map(chunk, MATES)), strict=True))
+
+
+def test_another_context_shows_in_the_logprobs(loop, wanted):
+    """Else the tests below would show nothing: one other token at the start of the prompt, the same answer forced."""
+    answer = wanted[1].token_ids
+    other = chunk(1, forced=answer)
+    other.token_ids[0] += 1
+    (found,) = run(loop, other)
+    moved = np.abs(found.raw_logprobs - wanted[1].raw_logprobs)
+    assert moved[: TOKENS // 2].max() > 1e-2 < moved[TOKENS // 2 :].max()
 
 
 def assert_as_wanted(results: list, wanted: dict, samples=MATES):
