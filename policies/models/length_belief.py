@@ -229,7 +229,7 @@ def _persist(law: LengthLaw, within: float, prompts: Sequence[Known]) -> float:
         epochs = [epoch for epoch in (now, *past) if epoch]
         means = [float(law.score(epoch).mean()) for epoch in epochs]
         total += sum(new * old for new, old in pairwise(means))
-        count += len(means) - 1
+        count += max(len(means) - 1, 0)
     total = total / max(1.0 - within, 1e-3) + PERSIST_PROMPTS * USUAL_PERSIST
     return min(max(total / (count + PERSIST_PROMPTS), 0.0), MOST_PERSIST)
 
