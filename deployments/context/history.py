@@ -189,7 +189,6 @@ class History:
         self._base.close()
 
     def _open(self, path: Path | None) -> None:
-        self._in_memory = path is None
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch(mode=0o600)  # answers may be private

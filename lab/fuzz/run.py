@@ -68,7 +68,7 @@ class RunPlan:
 
     @property
     def all_faults(self) -> tuple[Fault, ...]:
-        return self.faults + self.odd.faults + self.worlds.faults
+        return self.faults + self.odd.faults
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def plan_of(
         size = replace(size, **racing(races, size.policies))
     if (lanes := worlds.chosen("lanes")) is not None:
         size = replace(size, policies=in_lanes(lanes, size.policies))
-    if world.faults or "rewards" in world.guests:
+    if "rewards" in world.guests:
         size = replace(size, contexts=True)
     if exactness == "law":
         size = replace(size, noise=Random(f"noise/{seed}").choice(NOISES))

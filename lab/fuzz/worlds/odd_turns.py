@@ -23,8 +23,8 @@ BEGINS_S, UNTIL_S = 3.0, 50.0
 TURNS, TOKENS, TOOL_TOKENS = 4, 40, 12
 HOLDS_S = 0.0, 1.0, 3.0, 3.0, 20.0
 SLACK_S = 1.5
-"""Maximum seconds until the core has seen an end or the end of a hold, and from there to the driver's answer: a write to
-a slow disk may delay a turn of its loop."""
+"""Maximum seconds until the core has seen an end or the end of a hold, and from there to the driver's answer: a write
+to a slow disk may delay a turn of its loop."""
 
 GROUPS = 2
 

@@ -6,8 +6,6 @@ Invariant: each world is drawn from a stream of its own, so that no other choice
 from dataclasses import dataclass
 from random import Random
 
-from tailrace.lab.fuzz.faults import Fault
-
 WORLDS = {
     "quotas": 0.25,
     "grown": 0.3,
@@ -33,8 +31,6 @@ GUESTS = "early", "turns", "rewards"
 MOST_OF_GUESTS = 4, 800
 """Maximum number of samples and of tokens that a guest requests at once."""
 
-UNTIL_S = 50.0
-
 CALM_SHARE = 0.5
 """Share of the runs with a guest whose faults are left out."""
 
@@ -51,7 +47,6 @@ class WorldPlan:
     quotas: tuple[float | None, float | None] | None = None
     guests: tuple[str, ...] = ()
     is_calm: bool = False
-    faults: tuple[Fault, ...] = ()
 
     def bounds(self, samples: int, tokens: int) -> dict[str, int]:
         """Returns the quotas in force. `samples`, `tokens`: those of the largest batch."""
