@@ -98,7 +98,9 @@ class KvPoolManager:
             self._sum = None
 
     def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
-        """Releases a sample's own blocks, or the blocks of its group's prompt."""
+        """Releases a sample's own blocks, or the blocks of its group's prompt. The last of mates that began with the
+        same tokens releases the blocks of these.
+        """
         self._counts[f"releases.{action.cause}"] += 1
         group, sample_id = batch.groups[action.group_id], action.sample_id
         prompt_bytes = len(group.prompt) // max(1, self._block_tokens) * NAME_BYTES
@@ -108,7 +110,9 @@ class KvPoolManager:
             names = b"".join(group.prompt_kv_names)
             group.prompt_kv_names.clear()
         else:
-            names = samples[0].kv_names[prompt_bytes:]
+            names = samples[0].kv_names
+            others = [mate.kv_names for mate in group.samples if mate is not samples[0]]
+            names = names[max([prompt_bytes, *(_end_of_common(names, mate, prompt_bytes) for mate in others)]) :]
         for sample in samples:
             sample.kv_names = b""
         self._do("release", names)
@@ -252,6 +256,17 @@ class KvPoolManager:
             return None
         self._problem = None
         return answer
+
+
+def _end_of_common(names: bytes, others: bytes, start: int) -> int:
+    """Returns where the names of two samples begin to differ, in bytes from `start` on. A name covers all tokens before
+    it, so they differ from there on.
+    """
+    while (
+        start < min(len(names), len(others)) and names[start : start + NAME_BYTES] == others[start : start + NAME_BYTES]
+    ):
+        start += NAME_BYTES
+    return start
 
 
 def _keys_of(arguments: list) -> int:

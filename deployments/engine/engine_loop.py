@@ -106,7 +106,7 @@ class EngineLoop:
         return answer
 
     def stats(self) -> EngineStats:
-        """Returns the latest snapshot, made after a step, SNAPSHOT_S or a step old; costs nothing."""
+        """Returns the latest snapshot, SNAPSHOT_S or a step old, with all chunks that were answered; costs nothing."""
         return self._stats
 
     @property
@@ -140,13 +140,13 @@ class EngineLoop:
         news = waiting is not None or not self._stepper.busy
         try:
             self._obey(waiting)
-            if self._stepper.busy:
-                for chunk_id, result in self._stepper.step():
-                    self._on_done.pop(chunk_id)(result)
-                    news = True
-            self._catch_up()
-            if news or began_s - self._snapshot_s >= SNAPSHOT_S:
-                self._stats, self._snapshot_s = self._stepper.stats(), began_s
+            ended = self._stepper.step() if self._stepper.busy else []
+            if news or ended or began_s - self._snapshot_s >= SNAPSHOT_S:
+                self._renew_stats(began_s)
+            for chunk_id, result in ended:
+                self._on_done.pop(chunk_id)(result)
+            if self._catch_up():
+                self._renew_stats(began_s)
         except Exception as error:  # noqa: BLE001 - the edge of the loop: every chunk gets the error, Serve restarts
             self._stop(f"engine {self._stats.replica_id}: a step failed: {error!r}")
         self._turn_began_s = None
@@ -204,10 +204,17 @@ class EngineLoop:
         """Returns whether a load or a sleep must wait; for a sleep the KV of ended chunks is to be saved, too."""
         return bool(self._on_done) or (isinstance(item[1], FallAsleep) and self._stepper.busy)
 
-    def _catch_up(self) -> None:
+    def _renew_stats(self, now_s: float) -> None:
+        self._stats, self._snapshot_s = self._stepper.stats(), now_s
+
+    def _catch_up(self) -> bool:
+        """Runs the commands that have waited for chunks. Returns whether there were any."""
+        ran = False
         while self._later and not (self._is_load(self._later[0]) and self._is_early(self._later[0])):
             command, *args = self._later.popleft()
             command(*args)
+            ran = True
+        return ran
 
     def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
         try:

@@ -112,7 +112,8 @@ class Script:
     def stats(self):
         self.snapshots += 1
         version, _, digest = self.loaded[-1] if self.loaded else (0, "", "start")
-        return SimpleNamespace(replica_id="r", weights_version=version, weights_digest=digest, asleep=self.asleep)
+        parts = {"replica_id": "r", "weights_version": version, "weights_digest": digest, "asleep": self.asleep}
+        return SimpleNamespace(running=self.running, **parts)
 
     def close(self):
         self.loaded.append("closed")
@@ -168,6 +169,14 @@ def test_figures_are_renewed_by_news_and_by_age_not_by_every_step(loop, script):
     assert 2 + 99 // 9 <= script.snapshots <= 3 + 99 // 8 and script.snapshots > before, "a chunk ended"
     loop.turn(0.0)
     assert script.snapshots > before + 1, "an idle engine's are of now"
+
+
+def test_a_caller_that_has_its_answer_finds_it_in_the_figures(loop, script):
+    script.steps_of_a_chunk, seen = 3, []
+    loop.submit(SimpleNamespace(chunk_id="a"), lambda result: seen.append((result, loop.stats().running)))
+    while not seen and loop.turn(0.0):
+        pass
+    assert seen == [("result of a", [])]
 
 
 def test_a_load_waits_for_chunks_in_flight_and_later_chunks_for_the_load(loop, script):

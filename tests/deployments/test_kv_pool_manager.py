@@ -138,10 +138,12 @@ def release(sample_id: str | None) -> ReleaseKv:
     return ReleaseKv("g", sample_id, ReleaseCause.ENDED, "test")
 
 
-@pytest.mark.parametrize(("prompt", "own", "shared"), [(PROMPT, [3, 4], [1, 2]), (SHORT, [1, 2, 3, 4], None)])
-def test_a_sample_releases_its_own_blocks_and_the_group_those_of_the_prompt(prompt, own, shared):
+@pytest.mark.parametrize(
+    ("prompt", "mate", "own", "shared"), [(PROMPT, (1, 2, 5), [3, 4], [1, 2]), (SHORT, (5, 6, 7), [1, 2, 3, 4], None)]
+)
+def test_a_sample_releases_its_own_blocks_and_the_group_those_of_the_prompt(prompt, mate, own, shared):
     """Blocks have 16 tokens: a prompt of 40 has two whole ones, which its mates read."""
-    master, batch = Recording(), batch_of(prompt, (1, 2, 3, 4), (1, 2, 5))
+    master, batch = Recording(), batch_of(prompt, (1, 2, 3, 4), mate)
 
     async def play(manager):
         manager.release(batch, release("g#0"))
@@ -154,6 +156,19 @@ def test_a_sample_releases_its_own_blocks_and_the_group_those_of_the_prompt(prom
         await asyncio.sleep(0.01)
         if shared is not None:
             assert sorted(master.calls[1][1]) == shared
+
+    played(master, play)
+
+
+def test_the_last_of_mates_with_the_same_first_tokens_releases_the_blocks_of_these():
+    """Three answers begin alike; the third has ended in that block."""
+    master, batch = Recording(), batch_of(PROMPT, (1, 2, 3, 4, 5), (1, 2, 3, 6), (1, 2, 3), (1, 2, 7))
+
+    async def play(manager):
+        for place in range(4):
+            manager.release(batch, release(f"g#{place}"))
+        await asyncio.sleep(0.01)
+        assert master.calls == [("release", [4, 5]), ("release", [6]), ("release", [3]), ("release", [7])]
 
     played(master, play)
 
