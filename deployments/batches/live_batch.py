@@ -17,12 +17,12 @@ from tailrace.deployments.context.history import PastLength
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.logged_tokens import LoggedTokens
-from tailrace.deployments.messages.rollout import BatchSettings, Rejected
+from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, Rejected
 from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import EndSample, EndTurn, StartChunk
-from tailrace.policies.protocol.events import GroupSpec, SamplesSubmitted
+from tailrace.policies.protocol.events import GroupSpec, Prediction, SamplesSubmitted
 
 TAIL_SHARE = 0.9
 """Share of samples that have ended when the tail begins: it is the time spent on the last 10 % of samples to finish."""
@@ -54,7 +54,12 @@ class LiveBatch:
             self.groups[f"{core_id}/{escaped(name, '#')}"] = record
         self.specs = tuple(
             GroupSpec(
-                group_id, len(one.token_ids), one.group.samples, one.max_tokens, by_epoch(past.get(one.prompt_key, []))
+                group_id=group_id,
+                prompt_tokens=len(one.token_ids),
+                samples=one.group.samples,
+                max_tokens=one.max_tokens,
+                past_lengths=by_epoch(past.get(one.prompt_key, [])),
+                prediction=prediction_of(one.group),
             )
             for group_id, one in zip(self.groups, prepared, strict=True)
         )
@@ -255,6 +260,12 @@ class LiveBatch:
             quiet_s=now_s - self.progress_s,
             session=self.delivery is None,
         )
+
+
+def prediction_of(group: PromptGroup) -> Prediction | None:
+    """Returns the driver's prediction for a prompt, as the core takes it."""
+    given = group.prediction
+    return None if given is None else Prediction(given.number, given.quality)
 
 
 def by_epoch(lengths: Iterable[PastLength]) -> tuple[tuple[int, ...], ...]:

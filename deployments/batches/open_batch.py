@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tailrace.deployments.batches.held_samples import HeldRecords
-from tailrace.deployments.batches.live_batch import LiveBatch, by_epoch
+from tailrace.deployments.batches.live_batch import LiveBatch, by_epoch, prediction_of
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.batches.records import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.context.history import PastLength
@@ -115,6 +115,7 @@ class OpenBatch(LiveBatch):
             open=number + 1 < min(request.of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
             chunk_tokens=request.chunk_tokens,
             hold_s=request.hold_s,
+            prediction=prediction_of(prepared.group) if is_new else None,
         )
         return NewSample(group, f"{group.group_id}#{number}", spec)
 

@@ -38,6 +38,13 @@ class ChatMessage(Message):
     content: Text
 
 
+class LengthPrediction(RequestMessage):
+    """A prediction for the answers to one prompt, by the driver's own predictor."""
+
+    number: float = Field(allow_inf_nan=False, description="greater where longer answers are expected, on any scale")
+    quality: float = Field(ge=0.0, le=1.0, description="rank correlation of the batch's predictions with its lengths")
+
+
 class PromptGroup(RequestMessage):
     """One prompt and its number of samples. Exactly one of token_ids, text, messages is given.
 
@@ -56,6 +63,7 @@ class PromptGroup(RequestMessage):
         None, description="replay: tokens that sample i emits; an end-of-sequence token follows the last"
     )
     features: Features | None = Field(None, description="processed images, videos and sounds, in vLLM's form")
+    prediction: LengthPrediction | None = Field(None, description="of the answers' length, for `lanes`")
 
     @model_validator(mode="after")
     def _check(self):

@@ -75,3 +75,10 @@ def test_a_batch_without_end_is_refused():
     assert RolloutBatch(batch_id="b", groups=(group,)).groups[0].samples == MAX_SAMPLES
     with pytest.raises(ValidationError, match=f"{MAX_SAMPLES + 1} samples in one batch; at most {MAX_SAMPLES}"):
         RolloutBatch(batch_id="b", groups=(group, PromptGroup(prompt_id="q", text="x", samples=1)))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), None, "long"])
+@pytest.mark.parametrize("quality", [0.5, 1.1, -0.1])
+def test_a_prediction_is_a_number_and_a_quality(number, quality):
+    with pytest.raises(ValueError, match="prediction"):
+        PromptGroup(**GROUP | {"prediction": {"number": number, "quality": quality}})

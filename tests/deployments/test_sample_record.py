@@ -7,13 +7,16 @@ import pytest
 from test_metrics import result
 
 from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.open_batch import OpenBatch
 from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.drafts import DraftReport
-from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, RolloutBatch
+from tailrace.deployments.messages.session import SampleRequest
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import SampleEnd, StartChunk
+from tailrace.policies.protocol.events import Prediction
 
 GROUP = PromptGroup(prompt_id="p", token_ids=(1, 2, 3), samples=3, max_tokens=80)
 START = StartChunk(
@@ -122,3 +125,15 @@ def test_a_chunk_s_drafts_are_planned_for_its_own_sample():
 def test_a_session_that_is_not_there_is_not_closed():
     sessions = OpenSessions(*[None] * 8)
     assert sessions.close("none") is False and len(sessions) == 0 and sessions.submitting == 0
+
+
+def test_the_driver_s_prediction_reaches_the_core_with_the_group_s_first_sample():
+    told = PromptGroup(**GROUP.model_dump() | {"prediction": {"number": 7, "quality": 0.8}})
+    prepared = [Prepared(group, (1, 2, 3), 80, "key") for group in (told, GROUP.model_copy(update={"prompt_id": "q"}))]
+    message = RolloutBatch(batch_id="b", groups=tuple(one.group for one in prepared))
+    specs = LiveBatch(message, "b", None, prepared, {}, submitted_s=0.0).specs
+    assert [spec.prediction for spec in specs] == [Prediction(7.0, 0.8), None]
+
+    session = OpenBatch(BatchSettings(batch_id="s"), "s", submitted_s=0.0)
+    request = SampleRequest(group=PromptGroup(prompt_id="p", token_ids=(1, 2, 3), samples=1), index=0)
+    assert session.plan(prepared[0], request, []).spec.prediction == Prediction(7.0, 0.8)

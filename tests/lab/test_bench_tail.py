@@ -59,7 +59,9 @@ def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
     runs = named(file, configured.chunking.chunk_tokens)
     assert named(file, 7)["auto"].chunking.chunk_tokens == 7 and runs["static"].chunking.chunk_tokens is None
     ours = [name for name in TAILS if name != "draft"]
-    assert list(runs) == ["static", "routed", "routed_group", "seer", *ours]
+    assert list(runs) == ["static", "routed", "routed_group", "seer", *ours, "lanes"]
+    with_lanes = runs["auto"].model_copy(update={"lanes": runs["lanes"].lanes, "lengths": runs["lanes"].lengths})
+    assert runs["lanes"] == with_lanes and runs["lanes"].lanes.on and not runs["auto"].lanes.on
     assert runs["routed"].chunking.chunk_tokens is None and runs["routed"].ordering.type == "fcfs"
     grouped = runs["routed_group"].model_copy(update={"drafting": runs["routed"].drafting})
     assert grouped.model_copy(update={"lengths": runs["routed"].lengths}) == runs["routed"]

@@ -158,6 +158,11 @@ GROUP: dict[str, dict[str, list]] = {
         ABSURD: [*([one] for one in TOKEN_LISTS[ABSURD]), [], [[1], [2]], *OTHER_TYPES],
     },
     "features": FEATURES,
+    "prediction": {
+        USUAL: [None, {"number": 7.5, "quality": 0.9}],
+        EDGE: [{"number": 1e308, "quality": 0.0}, {"number": -1e308, "quality": 1.0}],
+        ABSURD: [{}, {"number": NAN, "quality": 0.5}, {"number": INF, "quality": 0.5}, *OTHER_TYPES],
+    },
 }
 """Fields of PromptGroup, in deployments.messages.rollout."""
 
