@@ -171,6 +171,17 @@ def test_runs_are_simulated_without_noise_and_with_the_earlier_answers(few_draws
     assert first["hold"]["makespan_s"] < without["hold"]["makespan_s"], "who has been told the answers drafts better"
 
 
+def test_lanes_by_true_lengths_are_simulated(few_draws):
+    """Three long samples and nine short ones: who knows them gives the long ones a replica."""
+    groups = prompt_groups(((390, 380), (370, 30), (30, 25), (40, 35), (30, 25), (40, 35)), 90)
+    of = {"hold": by_draw()["hold"], "clairvoyant": lambda draw: Policies(lanes="clairvoyant", drafting="off")}
+    runs = simulated(groups, groups, (MODEL, MODEL), Limits(2, 2), of, lambda _: None)
+    assert (
+        0 < runs["clairvoyant"]["makespan_s"]
+        and runs["clairvoyant"]["all_makespan_s"] != runs["hold"]["all_makespan_s"]
+    )
+
+
 def test_who_never_drafts_has_the_steps_of_who_does_not(few_draws):
     groups = prompt_groups(((40, 50), (45, 60)), 90)
     slow = replace(MODEL, step=StepModel(0.6, 0.03, 0.0))

@@ -35,11 +35,13 @@ from tailrace.lab.benchmarks.live.medians import middle
 from tailrace.lab.benchmarks.live.probes import Probes, engines, pooled
 from tailrace.lab.benchmarks.live.tail_simulated import least, quickest, simulated
 from tailrace.lab.simulator.bounds import reachable_s
+from tailrace.lab.simulator.report import CLAIRVOYANT
 from tailrace.lab.simulator.types import Cluster
 from tailrace.lab.verification.runs import GROUP, WHOLE, drafts
 from tailrace.lab.verification.services import Engine, Service
 from tailrace.lab.verification.tokens import whole
 from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.lanes import ClairvoyantLanes
 from tailrace.policies.families.racing import USUAL, MethodProfile
 from tailrace.policies.families.registry import Policies
 
@@ -115,7 +117,8 @@ def measure(
     """`runs` by name, of `names` alone, medians of the repeats, with all makespans; ratios are of makespans, above 1
     the run is faster, and there are none to a baseline that is not among them.
 
-    `simulated`: the same without noise, of those that a replay can tell apart, so none with draft models. `evened_s`:
+    `simulated`: the same without noise, of those that a replay can tell apart, so none with draft models, and
+    `clairvoyant`, lanes by true lengths, which is what scheduling can reach with that knowledge. `evened_s`:
     makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's lower bound
     at the quickest steps that probes found here, and at the acceptance of that run, over its makespan;
     `reachable_share`: the same of work + longest, what is reachable without knowledge of who is long.
@@ -135,7 +138,8 @@ def measure(
     found = {name: least(run["accepted_share"], work, cluster) for name, run in runs.items()}
     bound_s = {name: one["best_s"] for name, one in found.items()}
     reach_s = {name: reachable_s(one) for name, one in found.items()}
-    replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
+    knowing = {CLAIRVOYANT: named(file, chunk_tokens)["lanes"].model_copy(update={"lanes": ClairvoyantLanes()})}
+    replayed = {} if file.application.args.drafter else policies | knowing  # a replay has no draft models
     draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
     may_be = file.application.args.replicas
     limits, models = Limits(may_be.min, may_be.max), probes.models(pooled(probes.ladders))

@@ -72,7 +72,8 @@ def _run(groups, earlier, models, limits: Limits, policies: Policies) -> Simulat
     recorded = {group_id: one._replace(history=_history(past[group_id])) for group_id, one in recorded.items()}
     cluster = Cluster(drafting if policies.drafting.max_draft_tokens else plain, limits.max, limits.max)
     with replaying(work, recorded, policies.drafting, cluster.replica.step) as speculation:
-        run = simulate(work, cluster, policies, speculation=speculation, elastic=limits)
+        reveal = policies.lanes.sees_truth
+        run = simulate(work, cluster, policies, speculation=speculation, elastic=limits, reveal=reveal)
     drafted, accepted = (sum(getattr(sample, key) for sample in run.ended) for key in ("drafted", "accepted"))
     return replace(run, bounds=least(accepted / drafted if drafted else None, work.steps[0], cluster))
 
