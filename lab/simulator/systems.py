@@ -30,8 +30,7 @@ Evidence = Literal["own", "group", "history", "all"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's chunks, and
-    `stretch` times that where nobody waits. `races`:
+    """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's. `races`:
     if replicas have room, copies race, each with one of the workload's draft models in turn with the target, by the
     table of SpecActor's systems, on the replica's own GPUs. `holds`: samples are held between their turns; else each
     turn is a new request.
@@ -43,18 +42,13 @@ class System:
     admission: bool = True
     reveal: bool = False
     chunk_share: float = 1.0
-    stretch: int = 1
     races: bool = False
     holds: bool = True
 
     def bundle(self, chunk_tokens: int) -> Policies:
         tokens = max(1, round(chunk_tokens * self.chunk_share))
-        chunking = {"type": "fixed", "chunk_tokens": tokens, "stretch": self.stretch}
-        return Policies(**{"chunking": chunking} | self.policies)
+        return Policies(**{"chunking": {"type": "fixed", "chunk_tokens": tokens}} | self.policies)
 
-
-STRETCH = 8
-"""Factor of a chunk that nobody waits for."""
 
 WHOLE = {"type": "fixed", "chunk_tokens": None}
 STATIC = {"ordering": "group_static", "placement": "pinned", "chunking": WHOLE, "drafting": "off"}
@@ -74,8 +68,7 @@ def _ours(
     """Returns a system with chunks of a quarter: a chunk reserves the KV of all tokens that it may make, so long ones
     leave KV unused, and the cost of a hand-over is small against that.
     """
-    kinds = {"races": races, "holds": holds, "reveal": reveal}
-    return System(about, OURS | changes, evidence, chunk_share=0.25, stretch=STRETCH, **kinds)
+    return System(about, OURS | changes, evidence, chunk_share=0.25, races=races, holds=holds, reveal=reveal)
 
 
 def _static(about: str, changes: dict, evidence: Evidence) -> System:

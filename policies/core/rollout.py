@@ -41,13 +41,11 @@ from tailrace.policies.core.validation import (
     checked_count,
 )
 from tailrace.policies.core.wait_queue import WaitQueue
-from tailrace.policies.families.chunking import FixedChunks
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, EndTurn, SampleEnd
 from tailrace.policies.protocol.events import IllegalEvent
 from tailrace.policies.protocol.exactness import Exactness
-from tailrace.policies.protocol.views import SampleView
 
 
 class RolloutCore:
@@ -102,7 +100,6 @@ class RolloutCore:
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._failures = Failures(self.replicas, self._running)
         self._held = HeldSamples()
-        self._stretches = isinstance(policies.chunking, FixedChunks) and policies.chunking.stretch > 1
         self._outbox: list[Action] = []
 
     # ---- observe ---------------------------------------------------------------------------------
@@ -398,19 +395,10 @@ class RolloutCore:
         chunk_tokens = checked_count(chunking, "tokens", chunking.tokens(view), 1)
         if sample.chunk_tokens is not None:
             chunk_tokens = min(chunk_tokens, sample.chunk_tokens)
-        elif self._stretches and not self._waiting and not self._lanes.is_lane(sample):
-            chunk_tokens = self._stretched(view, chunk_tokens)
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
         if self._lanes.is_lane(sample) and not self._lanes.fits(sample, sample.home):
             sample.home = None
         self._waiting.put(sample, view)
-
-    def _stretched(self, view: SampleView, chunk_tokens: int) -> int:
-        """Returns the tokens of a longer chunk, if the sample's replica has twice the room for it; else the same."""
-        longer, last = self.policies.chunking.stretched(view), view.last_replica
-        room_tokens = self.replicas.room_tokens(last) if last in self.replicas else 0
-        need_tokens = view.prompt_tokens + view.generated_tokens + longer
-        return longer if 2 * need_tokens <= room_tokens else chunk_tokens
 
     def _end_turn(self, sample: Sample, end: SampleEnd, reason: str, now: float) -> None:
         """Ends a turn, and its sample unless that is held for the next one."""

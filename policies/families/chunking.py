@@ -18,9 +18,6 @@ class FixedChunks(BaseModel):
     KV is kept and moved in whole blocks, so the tokens of an unfinished block are computed again after a move. With
     `block_tokens`, a chunk that is not the last ends one token after a whole block: the KV of that last token is not
     computed yet. A chunk that would have no token then keeps its full length.
-
-    A chunk's end costs a hand-over. With `stretch` above 1, a chunk is that many times as long if no sample waits, its
-    sample has no lane, and its replica has twice the room that it needs: then nobody gains by its end.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,22 +25,14 @@ class FixedChunks(BaseModel):
     file_keys: ClassVar[tuple[str, ...]] = ("chunk_tokens",)
     chunk_tokens: int | None = Field(8192, ge=1, description="max new tokens of a chunk; null: no chunks")
     block_tokens: int = Field(1, ge=1, description="tokens of a KV block, at whose end chunks end")
-    stretch: int = Field(1, ge=1, description="factor of a chunk's length while nothing waits and room is left")
 
     def tokens(self, sample: SampleView) -> int:
-        return self._tokens(sample, self.chunk_tokens)
-
-    def stretched(self, sample: SampleView) -> int:
-        """Returns the tokens of a chunk that nobody waits for."""
-        return self._tokens(sample, self.chunk_tokens and self.stretch * self.chunk_tokens)
-
-    def _tokens(self, sample: SampleView, most: int | None) -> int:
         left = sample.max_tokens - sample.generated_tokens
-        if most is None or most >= left:
+        if self.chunk_tokens is None or self.chunk_tokens >= left:
             return left
-        computed = sample.prompt_tokens + sample.generated_tokens + most - 1
+        computed = sample.prompt_tokens + sample.generated_tokens + self.chunk_tokens - 1
         over = computed % self.block_tokens
-        return most - over if over < most else most
+        return self.chunk_tokens - over if over < self.chunk_tokens else self.chunk_tokens
 
 
 def at_blocks(chunking: BaseModel, block_tokens: int) -> BaseModel:

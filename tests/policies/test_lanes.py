@@ -208,16 +208,6 @@ def test_history_puts_the_long_prompt_apart_from_the_first_chunk_on():
     assert all("its lane is to end at" in a.reason for a in actions)
 
 
-@pytest.mark.parametrize(("lanes", "tokens"), [("auto", 100), ("none", 400)])
-def test_chunks_in_a_lane_do_not_stretch_since_their_samples_may_move(lanes, tokens):
-    core = core_of(lanes, chunking={"type": "fixed", "chunk_tokens": 100, "stretch": 4})
-    core.observe(ev.SamplesSubmitted(0.0, "s", groups()))
-    first = next(a for a in core.decide(ev.Tick(0.0)) if isinstance(a, StartChunk))
-    core.observe(ev.ChunkFinished(1.0, first.chunk_id, 100, ev.ChunkEnd.LENGTH, 0))
-    (after,) = [a for a in core.decide(ev.Tick(1.0)) if isinstance(a, StartChunk)]
-    assert (after.sample_id, after.max_tokens) == (first.sample_id, tokens)
-
-
 def test_nothing_is_planned_where_nothing_tells():
     for core, specs in (
         (core_of(seen=False), groups(history=False)),
