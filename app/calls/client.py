@@ -98,9 +98,7 @@ class RolloutClient:
     rollout_blocking = blocking_iterator(rollout)
 
     async def cancel(self, batch_id: str) -> bool:
-        """Ends a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in
-        flight.
-        """
+        """Ends a batch: its iterator yields the tokens made so far. Returns False if no such batch is in flight."""
         return await self._connection.ask("cancel", batch_id)
 
     cancel_blocking = blocking(cancel)
@@ -130,9 +128,7 @@ class RolloutClient:
     record_rewards_blocking = blocking(record_rewards)
 
     async def take_trace(self, batch_id: str) -> list[dict]:
-        """Returns the spans of a batch that this client rolled out with `keep_trace`: the driver's and the
-        service's.
-        """
+        """Returns the driver's and the service's spans of a batch that this client rolled out with `keep_trace`."""
         trace_id, spans = self._spans.take(batch_id)
         return spans + await self._connection.ask("take_spans", trace_id)
 
@@ -172,9 +168,7 @@ class RolloutClient:
     stage_weights_blocking = blocking(stage_weights)
 
     async def own_slots(self) -> str:
-        """Returns the name of the service's slots in this node's shared memory, and starts their keeper, which ends
-        them with the service.
-        """
+        """Returns the name of the service's slots on this node, and starts the keeper that ends them with it."""
         from tailrace.deployments.staging.keeper import keep_slots
 
         accepted(refusal(self._connection.role, Role.TRAINER, "own_slots"), "own_slots")
@@ -221,9 +215,7 @@ class RolloutClient:
     transfer_weights_blocking = blocking(transfer_weights)
 
     async def finish_transfer(self, version: int | None = None) -> WeightsLoaded:
-        """Runs the phase `finish`, and commits under `version`, by default the next one. Raises ValueError, one
-        line.
-        """
+        """Runs the phase `finish`; commits under `version`, by default the next one. Raises ValueError, one line."""
         source = await self.transfer_weights("finish")
         staged = memory_source(source)
         return await self.update_weights(staged.version if version is None else version, source, staged.digest)
@@ -231,9 +223,7 @@ class RolloutClient:
     finish_transfer_blocking = blocking(finish_transfer)
 
     async def rename_weights(self, version: str) -> WeightsLoaded:
-        """Serves the present weights under a higher number; under the present number nothing changes. Raises
-        ValueError.
-        """
+        """Serves the present weights under a higher number; their own changes nothing. Raises ValueError."""
         status = await self.status()
         if not version.isdecimal():
             raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
@@ -449,17 +439,13 @@ class RolloutClient:
     sample_detail_blocking = blocking(sample_detail)
 
     async def sample_log(self, name: str) -> SampleLog | None:
-        """Returns chunks, moves, reasons and faults of a sample, by its id in the core or as BATCH/PROMPT#INDEX; None
-        if the service does not know it, or not any more.
-        """
+        """Returns chunks, moves, reasons and faults of a sample, by its core id or BATCH/PROMPT#INDEX, or None."""
         return await self._connection.ask("sample_log", name)
 
     sample_log_blocking = blocking(sample_log)
 
     async def batch_log(self, name: str) -> BatchLog | None:
-        """Returns progress, ends, faults and samples of a batch; None if the service does not know it, or not any
-        more.
-        """
+        """Returns progress, ends, faults and samples of a batch, or None if the service does not know it any more."""
         return await self._connection.ask("batch_log", name)
 
     batch_log_blocking = blocking(batch_log)

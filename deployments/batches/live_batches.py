@@ -37,9 +37,7 @@ class KnownWeights(Protocol):
 
 
 class LiveBatches:
-    """`nonce`: unique among all coordinators, past and present, of this application. `now`: the coordinator's clock, in
-    seconds.
-    """
+    """`nonce`: unique among the application's coordinators, past and present. `now`: their clock, in seconds."""
 
     def __init__(
         self,
@@ -62,9 +60,7 @@ class LiveBatches:
         return len(self._batches)
 
     async def prepare(self, message: RolloutBatch, delivery: Delivery) -> LiveBatch | Rejected:
-        """Prepares the submission of a message: encodes its prompts and finds past lengths. Returns Rejected if it
-        cannot be submitted.
-        """
+        """Encodes a message's prompts and finds past lengths. Returns Rejected if it cannot be submitted."""
         try:
             prepared = await asyncio.to_thread(self._prompts.prepare, message)
             if message.traceparent is not None:
@@ -127,9 +123,7 @@ class LiveBatches:
         return self._home[name]
 
     def detail(self, sample_id: str, more: np.ndarray | None = None) -> SampleDetail | None:
-        """Returns the detail of an unended sample, or None if there is none with that id. `more`: tokens of its running
-        chunk.
-        """
+        """Returns an unended sample's detail, or None if there is none. `more`: tokens of its running chunk."""
         batch = self._home.get(sample_id)
         record = None if batch is None else batch.samples.get(sample_id)
         return None if record is None else record.detail(sample_id, self._prompts, more)

@@ -69,9 +69,7 @@ class Prompts:
         return prepared
 
     def prepare_group(self, group: PromptGroup) -> Prepared | Rejected:
-        """Encodes a group. Returns Rejected if no engine could run it. Batches, sessions and HTTP all use this
-        method.
-        """
+        """Encodes a group of a batch, session or HTTP request. Returns Rejected if no engine could run it."""
         try:
             token_ids = self._encode(group)
             reason = self._refusal(group, token_ids)
@@ -116,9 +114,7 @@ class Prompts:
         return None if form is None else self._forms.refusal(form, stops)
 
     def _features(self, given: Features | None) -> PromptFeatures | None:
-        """Returns the features of a prompt. Raises ValueError, one line, if they are invalid or the model takes
-        none.
-        """
+        """Returns a prompt's features. Raises ValueError, one line, if they are invalid or the model takes none."""
         if given is None or given.is_empty:
             return None
         if not self.is_multimodal:

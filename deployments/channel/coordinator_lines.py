@@ -30,9 +30,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, Engin
 from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, SampleRefused
 
 MIN_REPORT_S = 0.5
-"""Minimum seconds between a replica's reports: enough for a progress bar, and the loss of an idle replica shows in 3
-s.
-"""
+"""Minimum seconds between a replica's reports: enough for a progress bar; an idle replica's loss shows in 3 s."""
 
 REPORTS_PER_S = 256
 """Maximum reports per second of all replicas together, so that a fleet of any size costs the coordinator the same."""
@@ -51,9 +49,7 @@ DRIFT = 1e-4
 
 
 class Heard(NamedTuple):
-    """A replica's latest report. `observed_s`: when it was made, on the coordinator's clock; too late by the minimum
-    delay of the line.
-    """
+    """A replica's latest report, made at `observed_s` on our clock, plus the line's minimum delay."""
 
     report: EngineStats
     observed_s: float
@@ -120,9 +116,7 @@ class CoordinatorLines:
         return line is not None and bool(line.calls)
 
     def heard(self) -> list[Heard]:
-        """Returns the latest report of each replica that has reported within SILENT_S, or within three report intervals
-        if that is longer.
-        """
+        """Returns the latest reports of replicas that have reported within SILENT_S, or three intervals if longer."""
         self._socket.read()  # frames that arrived while the loop was busy
         since_s = self._now() - max(SILENT_S, 3 * self.report_s)
         return [line.heard for line in self._lines.values() if line.heard is not None and line.heard_s >= since_s]

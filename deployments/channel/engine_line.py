@@ -48,9 +48,7 @@ class ChunkEngine(Protocol):
 
 
 class EngineLine:
-    """`session`: name of the line, given by the coordinator. `dial`: opens the socket, given the function that takes
-    its frames.
-    """
+    """`session`: the line's name, given by the coordinator. `dial`: opens the socket, given what takes its frames."""
 
     def __init__(self, session: str, engine: ChunkEngine, dial: Callable[[Callable[[bytes], None]], EngineSocket]):
         self.session = session

@@ -145,9 +145,7 @@ class ChunkRunner:
 
 
 def check_result(start: StartChunk, result: ChunkResult, prompt_tokens: int) -> None:
-    """Checks that a result can belong to the chunk. Raises ValueError, one line, if not: its tokens must not reach a
-    sample.
-    """
+    """Raises ValueError, one line, if a result cannot belong to the chunk: its tokens must not reach a sample."""
     tokens, problem = result.token_ids, None
     if result.chunk_id != start.chunk_id:
         problem = f"it is of {result.chunk_id}"

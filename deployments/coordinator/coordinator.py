@@ -227,9 +227,7 @@ class Coordinator(WatchCalls):
 
     @admits(Role.TRAINER)
     async def set_policies(self, policies: dict) -> Rejected | None:
-        """Sets the policies of the next core. `policies`: a dump, since an object would load its class before it could
-        be checked.
-        """
+        """Sets the policies of the next core. `policies`: a dump, which loads no class before it is checked."""
         try:
             self._rollouts.core_holder.set_policies(Policies(**policies))
         except ValidationError as error:
@@ -305,8 +303,6 @@ class Coordinator(WatchCalls):
         return [loop for loop in self._loops if loop.done()]
 
     async def check_health(self) -> None:
-        """Raises RuntimeError if a loop has ended. Serve then replaces the coordinator, and the drivers' calls end in
-        errors.
-        """
+        """Raises RuntimeError if a loop has ended. Serve then replaces the coordinator."""
         for loop in self.ended_loops():
             raise RuntimeError("the coordinator's loop has stopped") from loop.exception()

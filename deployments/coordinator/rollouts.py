@@ -73,14 +73,10 @@ from tailrace.policies.protocol.actions import (
 from tailrace.policies.protocol.events import IllegalEvent
 
 TICK_S = 0.5
-"""Maximum seconds between turns. A turn comes at once when an event arrives; this bounds the effect of a missed
-wake-up.
-"""
+"""Maximum seconds between turns; an event starts one at once. It bounds the effect of a missed wake-up."""
 
 POLL_S = 1.0
-"""Seconds between polls of the pool, and so the maximum age of its fullness and of a loss. A poll costs 5 ms of a
-core.
-"""
+"""Seconds between polls of the pool: the maximum age of its fullness and of a loss. A poll takes 5 ms of a core."""
 
 PEEK_S = 1.0
 """Maximum seconds to wait for the tokens of a running chunk."""
@@ -203,9 +199,7 @@ class Rollouts:
         return in_flight
 
     def reserve(self, replicas: int) -> None:
-        """Reserves `replicas` or more until the next batch arrives. Raises ValueError unless that is an integer >=
-        0.
-        """
+        """Reserves `replicas` or more until the next batch. Raises ValueError for other than an integer >= 0."""
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
             raise ValueError(f"replicas is {replicas!r}; give an integer, 0 or more")
         self._loop.tell(ev.ReplicasReserved(self._loop.now(), replicas))
@@ -305,9 +299,7 @@ class Rollouts:
         return self._telemetry.take(trace_id) + of_replicas
 
     async def read_weights(self) -> WeightsCheck | Rejected:
-        """Reads back the weights that every replica computes with, and compares them. Returns Rejected if one cannot be
-        read.
-        """
+        """Reads back every replica's weights, and compares them. Returns Rejected if some cannot be read."""
         return await weights_check(self._engines, sorted(self._registry.reports))
 
     async def reset_caches(self) -> bool:
@@ -333,9 +325,7 @@ class Rollouts:
             self._loop.turn_ends()
 
     async def look(self) -> None:
-        """Reads the replicas' reports again and again. Reads at once if one has changed, since that replica may wait
-        for work.
-        """
+        """Reads the replicas' reports for ever, at once if one has changed: that replica may wait for work."""
         while True:
             await self._contain("look_at_replicas", self._look_at_replicas)
             await asyncio.sleep(1 / LOOKS_PER_S)

@@ -504,9 +504,7 @@ class RolloutCore:
         return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
 
     def queued(self) -> Counter[int]:
-        """Returns the number of queued samples, by the priority of their batch. With several priorities O(queued
-        samples).
-        """
+        """Returns the number of queued samples by priority. O(queued samples) with several priorities."""
         priorities = {batch.priority for batch in self._buffer.batches.values()}
         if len(priorities) > 1:
             return self._waiting.by_priority()
