@@ -163,7 +163,11 @@ class Deliveries:
     async def read(
         self, message: RolloutBatch, driver: str, have: Collection[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
-        """See `Rollouts.rollout`."""
+        """Yields each group of a batch as it finishes, but for the prompt ids in `have`; or Rejected, as the last item.
+
+        `driver`: the client's name. Closing the stream cancels the batch. A lost stream may be opened again for its
+        missing groups, see `Delivery`.
+        """
         message = checked(RolloutBatch, message)
         if isinstance(message, Rejected):
             yield message

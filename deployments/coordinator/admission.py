@@ -91,8 +91,12 @@ class Admission:
 
     # ---- pauses ------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pauses the service. Returns once no chunk runs, or at a resume. The newer of two pauses wins."""
+    async def pause(self, mode: str) -> None:
+        """Pauses the service. Returns once no chunk runs, or at a resume. The newer of two pauses wins.
+
+        Raises ValueError for a mode that is none of PauseMode.
+        """
+        mode = PauseMode(mode)
         self._draining = mode is PauseMode.WAIT
         while self._draining and self._core_holder.in_flight():
             await self._loop.turn()

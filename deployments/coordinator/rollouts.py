@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Any
 
@@ -46,7 +46,6 @@ from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.command import Peek, ResetCache, TakeSpans
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import (
-    GroupResult,
     Rejected,
     RolloutBatch,
     WeightsCheck,
@@ -171,16 +170,6 @@ class Rollouts:
 
     # ---- called by drivers -------------------------------------------------------------------------
 
-    def rollout(
-        self, message: RolloutBatch, driver: str = "", have: Collection[str] = ()
-    ) -> AsyncIterator[GroupResult | Rejected]:
-        """Yields each group as it finishes, except for the prompt ids in `have`; or one `Rejected`, as the last item.
-
-        `driver`: the client's name. Closing the stream cancels its batch. A stream that was lost may be opened again
-        for its missing groups, see `Delivery`.
-        """
-        return self.deliveries.read(message, driver, have)
-
     def _cancel(self, delivery: Delivery) -> bool:
         """Cancels a batch's samples in the core. Returns False if it has none."""
         if delivery.is_over and not delivery.was_refused and self._token_log.is_on:
@@ -264,10 +253,6 @@ class Rollouts:
             acceptance=self._acceptance.row(),
             faults=self.logs.faults(),
         )
-
-    def count_by(self, totals: EndTotals) -> None:
-        """Replaces the object that counts ends; for a benchmark that compares two."""
-        self.totals = self._runner.totals = totals
 
     async def sample_detail(self, sample_id: str) -> SampleDetail | None:
         """Returns one sample's state, with the tokens of its running chunk if the replica sends them within PEEK_S."""
