@@ -14,14 +14,7 @@ from tailrace.deployments.batches.quotas import BatchLoad, Quotas
 from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.messages.delivery import WINDOW_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
-from tailrace.deployments.messages.rollout import (
-    GroupResult,
-    PromptGroup,
-    Rejected,
-    RejectedBy,
-    RolloutBatch,
-    checked,
-)
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch, checked
 
 
 class Delivery:

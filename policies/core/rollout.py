@@ -30,16 +30,7 @@ from tailrace.policies.core.sample_ends import BY_ITSELF, HeldSamples, end_befor
 from tailrace.policies.core.sample_states import ENDED, HELD, WAITING
 from tailrace.policies.core.scaling import Limits, Scaling
 from tailrace.policies.core.unassigned import UnassignedGroups
-from tailrace.policies.core.validation import (
-    check_finish,
-    check_groups,
-    check_join,
-    check_lengths,
-    check_measured,
-    check_pool,
-    check_return,
-    checked_count,
-)
+from tailrace.policies.core.validation import check_event, check_finish, check_return, checked_count
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
@@ -108,10 +99,10 @@ class RolloutCore:
         """Takes one event. Raises IllegalEvent, and changes nothing, if the event is impossible."""
         if type(event) not in _HANDLERS:
             raise IllegalEvent(f"not an event: {event!r}")
+        check_event(event)
         _HANDLERS[type(event)](self, event)
 
     def _submitted(self, event: ev.SamplesSubmitted) -> None:
-        check_groups(event)
         self._buffer.check_new(event)
         new_ids = [*self._buffer.new_ids(event.groups)]
         self._waiting.check_new(new_ids)
@@ -135,18 +126,11 @@ class RolloutCore:
             return
         self._waiting.reveal(event.lengths)
 
-    def _lengths_seen(self, event: ev.LengthsSeen) -> None:
-        check_lengths(event)
-        self._lengths.remember(event.prompts)
-
     def _cancelled(self, event: ev.BatchCancelled) -> None:
         batch = self._buffer.batch(event.batch_id)
         closed = self._buffer.close(batch)
         self._cancel([sample for group in batch.groups.values() for sample in group.samples])
         self._close(batch, closed)
-
-    def _sample_cancelled(self, event: ev.SampleCancelled) -> None:
-        self._cancel([self._buffer.sample(event.sample_id)])
 
     def _cancel(self, samples: list[Sample]) -> None:
         running = set()
@@ -213,21 +197,9 @@ class RolloutCore:
                 seen(chunk)
 
     def _replica_joined(self, event: ev.ReplicaJoined) -> None:
-        check_join(event)
         self.replicas.join(event)
         self._prefetch_planner.rebuild()
         self._waiting.look_at(event.replica_id)
-
-    def _replica_measured(self, event: ev.ReplicaMeasured) -> None:
-        check_measured(event)
-        self.replicas.measure(event)
-
-    def _pool_reported(self, event: ev.PoolReported) -> None:
-        check_pool(event)
-        self._kv.report(event)
-
-    def _kv_lost(self, event: ev.KvLost) -> None:
-        self._kv.lose(event.sample_ids)
 
     def _replica_left(self, event: ev.ReplicaLeft) -> None:
         lost = self._running.lose(event.replica_id)
@@ -243,9 +215,6 @@ class RolloutCore:
                 self._try_again(sample, self._failures.lose(sample, event.replica_id), error, event.now)
             else:
                 self._wait_again(sample)
-
-    def _replicas_reserved(self, event: ev.ReplicasReserved) -> None:
-        self._scaling.reserve(event.replicas)
 
     def _weights_changed(self, event: ev.WeightsChanged) -> None:
         if event.version < self.replicas.weights_version:
@@ -514,18 +483,18 @@ class RolloutCore:
 _HANDLERS = {
     ev.SamplesSubmitted: RolloutCore._submitted,
     ev.LengthsRevealed: RolloutCore._revealed,
-    ev.LengthsSeen: RolloutCore._lengths_seen,
+    ev.LengthsSeen: lambda core, event: core._lengths.remember(event.prompts),
     ev.BatchCancelled: RolloutCore._cancelled,
-    ev.SampleCancelled: RolloutCore._sample_cancelled,
+    ev.SampleCancelled: lambda core, event: core._cancel([core._buffer.sample(event.sample_id)]),
     ev.SampleReturned: RolloutCore._returned,
     ev.ChunkFinished: RolloutCore._chunk_finished,
     ev.ChunkFailed: RolloutCore._chunk_failed,
     ev.TokensStreamed: RolloutCore._tokens_streamed,
     ev.ReplicaJoined: RolloutCore._replica_joined,
     ev.ReplicaLeft: RolloutCore._replica_left,
-    ev.ReplicasReserved: RolloutCore._replicas_reserved,
+    ev.ReplicasReserved: lambda core, event: core._scaling.reserve(event.replicas),
     ev.WeightsChanged: RolloutCore._weights_changed,
-    ev.ReplicaMeasured: RolloutCore._replica_measured,
-    ev.PoolReported: RolloutCore._pool_reported,
-    ev.KvLost: RolloutCore._kv_lost,
+    ev.ReplicaMeasured: lambda core, event: core.replicas.measure(event),
+    ev.PoolReported: lambda core, event: core._kv.report(event),
+    ev.KvLost: lambda core, event: core._kv.lose(event.sample_ids),
 }

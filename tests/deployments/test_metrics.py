@@ -20,7 +20,7 @@ from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
-from tailrace.deployments.coordinator.snapshot_parts import replica_statuses
+from tailrace.deployments.coordinator.snapshot import replica_statuses
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkResult, EngineStats
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import PoolView, ReplicaStatus, ServiceSnapshot
