@@ -8,9 +8,7 @@ it. Built by `kvpool.connector`, called by vLLM.
 
 import time
 from collections import Counter
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import LoadSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
@@ -19,29 +17,11 @@ from vllm.v1.request import RequestStatus
 
 from tailrace.kvpool.counts import bucket_ms
 from tailrace.kvpool.keys import block_name
+from tailrace.kvpool.traffic import Traffic
 from tailrace.kvpool.worker import PoolWorkerMetadata, SaveOfEnded
 
 LOOKUP_WAIT_S = 0.003
 """Maximum seconds to wait for a lookup in one step. A healthy one takes 0.5 ms over loopback."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Transfers of one request. `cause`: why the rest of its context had to be computed."""
-
-    version: int
-    min_pull_tokens: int | None
-    save: bool
-    save_prompt: bool
-    save_stopped: bool = False  # also after a stop token
-    asked_s: float | None = None
-    answer: Future | None = None
-    hit_tokens: int | None = None
-    pulled_tokens: int = 0
-    cause: str = "not_pulled"
-    saved_tokens: int = 0
-    jobs: int = 0
-    names: tuple[bytes, ...] = ()
 
 
 class PoolScheduler(MooncakeStoreScheduler):

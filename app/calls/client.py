@@ -29,9 +29,9 @@ from tailrace.app.calls.refused import accepted
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import RolloutSession, new_session
 from tailrace.app.calls.single_samples import SingleSamples
-from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
+from tailrace.app.calls.staged_weights import StagedWeights, Staging, Tensors
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.roles import Role, refusal
+from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsCheck, WeightsLoaded
 from tailrace.deployments.messages.status import (
     BatchLog,
@@ -39,10 +39,9 @@ from tailrace.deployments.messages.status import (
     ReplicasChanged,
     SampleDetail,
     SampleLog,
-    SampleStatus,
     ServiceSnapshot,
 )
-from tailrace.deployments.staging.slots import Slots, memory_source, service_name
+from tailrace.deployments.staging.slots import memory_source
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 
@@ -74,6 +73,7 @@ class RolloutClient:
             handle = serve.get_app_handle(app_name)
         self.app_name, self._heartbeat = app_name, heartbeat
         self._connection = connection = Connection(handle, Role(role), resume_s)
+        self._staging = Staging(connection.role, app_name)
         self._weights = OwnWeights(partial(connection.ask, "update_weights"))
         self._adapters = OwnAdapters(CoordinatorAdapters(connection))
         loads = OwnLoads(self._weights, self._adapters)
@@ -157,30 +157,15 @@ class RolloutClient:
         by `drop`.
         """
         status = await self.status()
-        slots = Slots(self._slots_name())
-        served = status.weights_version, status.weights_digest
-        keeping = asyncio.create_task(self.own_slots())
-        try:
-            return await asyncio.to_thread(staged_in, slots, version, served, tensors)
-        finally:
-            await keeping
+        return await self._staging.stage(version, (status.weights_version, status.weights_digest), tensors)
 
     stage_weights_blocking = blocking(stage_weights)
 
     async def own_slots(self) -> str:
         """Returns the name of the service's slots on this node, and starts the keeper that ends them with it."""
-        from tailrace.deployments.staging.keeper import keep_slots
-
-        accepted(refusal(self._connection.role, Role.TRAINER, "own_slots"), "own_slots")
-        await asyncio.to_thread(keep_slots, self._slots_name(), self.app_name)
-        return self._slots_name()
+        return await self._staging.own_slots()
 
     own_slots_blocking = blocking(own_slots)
-
-    def _slots_name(self) -> str:
-        import ray
-
-        return service_name(self.app_name, ray.get_runtime_context().gcs_address)
 
     async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
         """Has every replica check and load staged weights. Samples in flight continue under them.
@@ -426,14 +411,8 @@ class RolloutClient:
 
     watch_blocking = blocking_iterator(watch)
 
-    async def longest_samples(self, count: int = 10) -> tuple[SampleStatus, ...]:
-        """Returns the longest unended samples by tokens so far, longest first: the tail as it forms."""
-        return (await self.status(count)).longest
-
-    longest_samples_blocking = blocking(longest_samples)
-
     async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        """Returns chunks and text so far of an unended sample, by its id in `longest_samples`; None if it has ended."""
+        """Returns chunks and text so far of an unended sample, by its id in `status`; None if it has ended."""
         return await self._connection.ask("sample_detail", sample_id)
 
     sample_detail_blocking = blocking(sample_detail)

@@ -18,7 +18,6 @@ from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.records import GroupRecord, escaped
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.logged_tokens import LoggedTokens
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
 from tailrace.deployments.messages.status import BatchStatus, SampleDetail
 from tailrace.deployments.telemetry import Telemetry, parse_traceparent
@@ -84,17 +83,14 @@ class LiveBatches:
         )
         if found := await self._token_log.read(message, delivery.groups):
             await self._weights.heard()  # a new coordinator may not know the weights yet
-            self._resume(batch, found)
+            if refused := batch.resume(found, self._weights.may_have_been):
+                self._token_log.note("other_weights", f"batch {message.batch_id!r}: {refused} records do not fit")
         return batch
 
     def new_core_id(self, batch_id: str) -> str:
         """Returns a name in the core that no other submission has or has had."""
         self._submissions += 1
         return f"{escaped(batch_id, '/')}~{self._nonce}{self._submissions}"
-
-    def _resume(self, batch: LiveBatch, found: list[tuple[str, LoggedTokens]]) -> None:
-        if refused := batch.resume(found, self._weights.may_have_been):
-            self._token_log.note("other_weights", f"batch {batch.message.batch_id!r}: {refused} records do not fit")
 
     def groups(self) -> list[GroupRecord]:
         """Returns the unfinished groups of batches that have a driver."""

@@ -84,7 +84,7 @@ class Admission:
 
     def exchange_core(self) -> None:
         """Makes the change of the core that is due, if no batch is in flight."""
-        self._core_holder.expire_journal(self._loop.now())
+        self._core_holder.expire_journal()
         if not self._batches:
             self._core_holder.exchange(self._registry.joined.values())
             self._changed.set()

@@ -27,6 +27,7 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.coordinator.service_size import ServiceSize
+from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.roles import Passed, Role, admits
@@ -103,7 +104,7 @@ class Coordinator(WatchCalls):
         limits: Limits | None,
     ) -> None:
         """Starts the loops of a coordinator with these collaborators."""
-        self._limits = limits
+        self._engines, self._limits = engines, limits
         self._kv_pool_manager, self._context, self._prompts = kv_pool_manager, context, prompts
         self._rollouts = Rollouts(
             engines=engines,
@@ -150,7 +151,7 @@ class Coordinator(WatchCalls):
     renew_session = Passed(Role.EVALUATOR, lambda me: me._rollouts.sessions.renew)
     close_session = Passed(Role.EVALUATOR, lambda me: me._rollouts.sessions.close)
     update_weights = Passed(Role.TRAINER, lambda me: me._rollouts.update_weights)
-    read_weights = Passed(Role.TRAINER, lambda me: me._rollouts.read_weights)
+    read_weights = Passed(Role.TRAINER, lambda me: partial(weights_check, me._engines, me._rollouts.registry.reports))
     transfer_weights = Passed(Role.TRAINER, lambda me: me._rollouts.weight_transfer.run)
     load_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.load_adapter)
     unload_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.adapters.unload)
@@ -158,8 +159,10 @@ class Coordinator(WatchCalls):
     sleep = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.begin)
     wake_up = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.end)
     replica_changes = Passed(Role.OBSERVER, lambda me: me._rollouts.replica_target.changes, is_stream=True)
+    journal = Passed(Role.TRAINER, lambda me: me._rollouts.core_holder.journal)
+    renew_journal = Passed(Role.TRAINER, lambda me: me._rollouts.core_holder.renew_journal)
     reserve = Passed(Role.TRAINER, lambda me: me._rollouts.reserve)
-    reset_caches = Passed(Role.TRAINER, lambda me: me._rollouts.reset_caches)
+    reset_caches = Passed(Role.TRAINER, lambda me: me._engines.reset_caches)
     take_spans = Passed(Role.EVALUATOR, lambda me: me._rollouts.take_spans)
 
     @admits(Role.EVALUATOR)
@@ -179,14 +182,6 @@ class Coordinator(WatchCalls):
         except ValidationError as error:
             return Rejected(reason=error.errors()[0]["msg"].removeprefix("Value error, "))
         return None
-
-    @admits(Role.TRAINER)
-    async def journal(self, on: bool) -> str | None:
-        return self._rollouts.core_holder.journal(on, self._rollouts.now())
-
-    @admits(Role.TRAINER)
-    async def renew_journal(self) -> None:
-        self._rollouts.core_holder.renew_journal(self._rollouts.now())
 
     @admits(Role.TRAINER)
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:

@@ -6,13 +6,11 @@ lost replica changes nothing. Driven by the coordinator deployment.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from math import inf
-from typing import Any
 
 from tailrace.deployments.batches.deliveries import Deliveries, Delivery
 from tailrace.deployments.batches.live_batches import LiveBatches
@@ -34,7 +32,6 @@ from tailrace.deployments.coordinator.sleep import Sleep
 from tailrace.deployments.coordinator.snapshot import book_sizes, service_snapshot
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
-from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.feed import Feed
 from tailrace.deployments.feed.logs import Logs
@@ -43,10 +40,9 @@ from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
-from tailrace.deployments.messages.command import Peek, ResetCache, TakeSpans
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.rollout import Rejected, RolloutBatch, WeightsCheck, WeightsLoaded
-from tailrace.deployments.messages.status import SampleDetail, ServiceSnapshot
+from tailrace.deployments.messages.rollout import Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.status import ServiceSnapshot
 from tailrace.deployments.metrics.collector import ServiceCollector
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.deployments.telemetry import Telemetry
@@ -63,9 +59,6 @@ TICK_S = 0.5
 POLL_S = 1.0
 """Seconds between polls of the pool: the maximum age of its fullness and of a loss. A poll takes 5 ms of a core."""
 
-PEEK_S = 1.0
-"""Maximum seconds to wait for the tokens of a running chunk."""
-
 LOOKS_PER_S = 20
 """Maximum number of times a second that the replicas' reports are read, however many change."""
 
@@ -74,7 +67,7 @@ LOOK_REPORTS = 32
 
 
 class Rollouts:
-    """See the module docstring. Start `run` and `look` once, as tasks of the same loop. `snapshot.py` reads its parts."""
+    """See the module docstring. Start `run` and `look` once, as tasks of the same loop."""
 
     def __init__(
         self,
@@ -91,7 +84,8 @@ class Rollouts:
         loop = self.loop = Loop(engines.changed)
         self._engines, self.prompts, self._telemetry, self.context = engines, prompts, telemetry, context
         self.kv_pool_manager, self.token_log = kv_pool_manager, token_log
-        self.core_holder, self.replica_target, self.registry = CoreHolder(policies), ReplicaTarget(), ReplicaRegistry()
+        self.core_holder = CoreHolder(policies, loop.now)
+        self.replica_target, self.registry = ReplicaTarget(), ReplicaRegistry()
         self.weights = Weights(engines, before=self._log_early)
         self.adapters = AdapterLoads(engines, prompts.model)
         self.weight_transfer = WeightTransfer(
@@ -141,14 +135,11 @@ class Rollouts:
         self._heard = False  # True once a replica has reported
         self.contained: Counter[str] = Counter()  # contained errors, by place and kind
         self.unix_s = time.time() - loop.now()  # unix seconds at the clock's 0
-        self.logs = Logs(self.batches, self.trails, core=lambda: self.core, now=loop.now, unix_s=self.unix_s)
+        core, peek = lambda: self.core, engines.peek
+        self.logs = Logs(self.batches, self.trails, core=core, now=loop.now, unix_s=self.unix_s, peek=peek)
         self.metrics = ServiceCollector(self.totals, self.status)
         keys = None if kv_pool_manager is None else kv_pool_manager.keys_by_version
         self.feed = Feed(Looks(self.status), nonce, keys, lambda error: self._note("feed", error))
-
-    def now(self) -> float:
-        """Seconds since this object was created."""
-        return self.loop.now()
 
     @property
     def core(self) -> RolloutCore:
@@ -180,8 +171,7 @@ class Rollouts:
         self.loop.tell(ev.ReplicasReserved(self.loop.now(), replicas))
 
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
-        """Has every replica load the folder `source` in place, between chunks. Samples in flight continue under
-        `version`.
+        """Has every replica load the folder `source` between chunks; samples in flight continue under `version`.
 
         Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
         """
@@ -204,37 +194,14 @@ class Rollouts:
         """
         return service_snapshot(self, Survey(count=0, part=None) if survey is None else survey)
 
-    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        """Returns one sample's state, with the tokens of its running chunk if the replica sends them within PEEK_S."""
-        chunk, more = self.trails.running(sample_id), None
-        if chunk is not None:
-            with contextlib.suppress(Exception):  # the replica may be lost, or in a long step: it is only for people
-                more = await asyncio.wait_for(self._engines.ask(chunk.replica_id, Peek(chunk.chunk_id)), PEEK_S)
-        is_last = chunk is not None and self.trails.running(sample_id) is chunk
-        return self.batches.detail(sample_id, more if is_last else None)
-
     def books(self) -> dict[str, int]:
         """Returns the number of entries in each book that must be empty when nothing is in flight."""
         return book_sizes(self)
 
     async def take_spans(self, trace_id: str) -> list[dict]:
-        """The spans of a trace that was to be kept, from here and from every replica."""
-        answers: list[Any] = []
-        with contextlib.suppress(TimeoutError):
-            answers = await self._engines.ask_all(TakeSpans(trace_id))
-        of_replicas = [span for answer in answers if isinstance(answer, list) for span in answer]
+        """Returns the spans of a trace that was to be kept, from here and from every replica."""
+        of_replicas = await self._engines.spans(trace_id)
         return self._telemetry.take(trace_id) + of_replicas
-
-    async def read_weights(self) -> WeightsCheck | Rejected:
-        """Reads back every replica's weights, and compares them. Returns Rejected if some cannot be read."""
-        return await weights_check(self._engines, sorted(self.registry.reports))
-
-    async def reset_caches(self) -> bool:
-        """Has every replica drop the KV of chunks that have ended, so that a benchmark's runs do not help each other.
-
-        Returns False if one keeps it, because chunks run there.
-        """
-        return all(answer is True for answer in await self._engines.ask_all(ResetCache()))
 
     # ---- the loops ---------------------------------------------------------------------------------
 
@@ -302,8 +269,9 @@ class Rollouts:
         """
         calls, core = self._runner.calls, self.core
         for report in reports:
+            ended = (chunk_id for chunk_id in report.running if not core.is_running(chunk_id))
             uncalled = (chunk_id for chunk_id in report.running if chunk_id not in calls)
-            for chunk_id in dict.fromkeys((*core.ended(report.running), *uncalled)):
+            for chunk_id in dict.fromkeys((*ended, *uncalled)):
                 abort = ac.AbortChunk(chunk_id, report.replica_id, False, "its caller is gone")
                 self._runner.abort(abort)
 
@@ -354,7 +322,7 @@ class Rollouts:
 
     def _observe(self) -> None:
         for event, made in self.loop.take():
-            if self._is_late(event):
+            if self.core.is_late(event):
                 continue
             if isinstance(event, ev.ReplicaLeft) and not self.core.replicas.is_closing(event.replica_id):
                 self.totals.faults["replica_lost"] += 1
@@ -380,19 +348,6 @@ class Rollouts:
         if made.result.weights_version < self.weights.version:
             self.token_log.reopen()
 
-    def _is_late(self, event: ev.Event) -> bool:
-        """Returns whether the subject of an event has already ended: a lost replica's chunk, an emitted batch."""
-        match event:
-            case ev.ChunkFinished() | ev.ChunkFailed():
-                return not self.core.is_running(event.chunk_id)
-            case ev.ReplicaLeft() | ev.ReplicaMeasured():
-                return event.replica_id not in self.core.replicas
-            case ev.BatchCancelled():
-                return not self.core.knows_batch(event.batch_id)
-            case ev.SampleCancelled():
-                return not self.core.knows_sample(event.sample_id)
-        return False
-
     def _act(self, actions: tuple) -> None:
         for action in actions:
             self.trails.act(action)
@@ -416,11 +371,7 @@ class Rollouts:
 
     def _act_on_pool(self, action: ac.ReleaseKv | ac.Prefetch) -> None:
         try:
-            if isinstance(action, ac.ReleaseKv):
-                self.kv_pool_manager.release(self.batches.of(action.group_id), action)
-            elif report := self.registry.reports.get(action.replica_id):  # else lost since
-                batch = self.batches.of(action.sample_id)
-                self.kv_pool_manager.prefetch(batch, action.sample_id, report.node_id)
+            self.kv_pool_manager.perform(action, self.batches.of, self.registry.reports)
         except Exception as error:  # noqa: BLE001 - the pool is a cache, never a dependency
             self._note("pool", error)
 

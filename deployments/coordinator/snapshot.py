@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it imports this file
 
 def service_snapshot(rollouts: "Rollouts", survey: Survey) -> ServiceSnapshot:
     """See `Rollouts.status`."""
-    core, now_s, weights, target = rollouts.core, rollouts.now(), rollouts.weights, rollouts.replica_target
+    core, now_s, weights, target = rollouts.core, rollouts.loop.now(), rollouts.weights, rollouts.replica_target
     counts, pool, context = core.counts(), rollouts.kv_pool_manager, rollouts.context
     survey.look(core)
     return ServiceSnapshot(

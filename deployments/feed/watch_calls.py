@@ -15,7 +15,7 @@ class WatchCalls:
     watch = Passed(Role.OBSERVER, lambda me: me._rollouts.feed.follow, is_stream=True)
     sample_log = Passed(Role.OBSERVER, lambda me: me._rollouts.logs.sample)
     batch_log = Passed(Role.OBSERVER, lambda me: me._rollouts.logs.batch)
-    sample_detail = Passed(Role.EVALUATOR, lambda me: me._rollouts.sample_detail)
+    sample_detail = Passed(Role.EVALUATOR, lambda me: me._rollouts.logs.detail)
 
     @admits(Role.OBSERVER)
     async def status(self, longest: int = 0) -> ServiceSnapshot:

@@ -13,7 +13,6 @@ Called by the live coordinator and the simulator: per tick `observe` each event,
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
@@ -423,22 +422,22 @@ class RolloutCore:
     def is_running(self, chunk_id: str) -> bool:
         return chunk_id in self._running.chunks
 
-    def ended(self, chunk_ids: Iterable[str]) -> list[str]:
-        """Returns those of the chunks that do not run any more, or never did."""
-        running = self._running.chunks
-        return [chunk_id for chunk_id in chunk_ids if chunk_id not in running]
-
     def knows_batch(self, batch_id: str) -> bool:
         """Returns whether some group of the batch has not been emitted."""
         return batch_id in self._buffer.batches
 
-    def knows_sample(self, sample_id: str) -> bool:
-        """Returns whether the sample's group has not been emitted."""
-        return sample_id in self._buffer.samples
-
-    def is_copy(self, chunk_id: str) -> bool:
-        """Returns whether a running chunk is a copy that races with its original."""
-        return self._running.chunks[chunk_id].copy_of is not None
+    def is_late(self, event: ev.Event) -> bool:
+        """Returns whether the subject of an event has already ended: a lost replica's chunk, an emitted batch."""
+        match event:
+            case ev.ChunkFinished() | ev.ChunkFailed():
+                return not self.is_running(event.chunk_id)
+            case ev.ReplicaLeft() | ev.ReplicaMeasured():
+                return event.replica_id not in self.replicas
+            case ev.BatchCancelled():
+                return not self.knows_batch(event.batch_id)
+            case ev.SampleCancelled():
+                return event.sample_id not in self._buffer.samples
+        return False
 
     def counts_tokens(self, event: ev.ChunkFinished) -> bool:
         """Returns whether the tokens of a running chunk count for its sample at this end."""
