@@ -209,12 +209,7 @@ class RolloutClient:
 
     async def rename_weights(self, version: str) -> WeightsLoaded:
         """Serves the present weights under a higher number; their own changes nothing. Raises ValueError."""
-        status = await self.status()
-        if not version.isdecimal():
-            raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
-        if not status.weights_source:
-            raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
-        return await self.update_weights(int(version), status.weights_source, status.weights_digest)
+        return await self._weights.rename(version, await self.status())
 
     rename_weights_blocking = blocking(rename_weights)
 
@@ -365,12 +360,6 @@ class RolloutClient:
         return await self._connection.ask("inspect_group", name)
 
     inspect_group_blocking = blocking(inspect_group)
-
-    async def pool_status(self) -> PoolView | None:
-        """Returns the coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""
-        return (await self.status()).pool
-
-    pool_status_blocking = blocking(pool_status)
 
     async def pool_detail(self) -> PoolView | None:
         """Returns the pool's status with the number of keys per weights version, counted for this call."""

@@ -342,7 +342,8 @@ class Rollouts:
 
     def _write(self, made: MadeTokens) -> None:
         """Appends the tokens of a chunk to its sample, and counts them."""
-        moved = made.write()
+        made_by = made.replica_id, made.weights_digest, made.adapter_digest
+        moved = made.sample.append(made.start, made.result, *made_by)
         made.batch.progress_s = self.loop.now()
         self.totals.wrote(made.result, moved)
         if made.result.weights_version < self.weights.version:

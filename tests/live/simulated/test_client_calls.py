@@ -62,11 +62,6 @@ def test_a_call_is_the_coordinator_s_and_so_is_its_answer(name):
     assert service.asked == [(name, Role.OBSERVER, *CALLS[name])]
 
 
-def test_the_pool_is_that_of_a_snapshot():
-    service = Service(status=[SimpleNamespace(pool="p")])
-    assert run(client_of(service).pool_status()) == "p" and service.asked == [("status", Role.TRAINER, 0)]
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_a_role_without_the_right_is_an_error(name):
     service = Service(**{name: [Rejected(reason="observers may not", by=RejectedBy.ROLE)]})
