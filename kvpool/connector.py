@@ -9,7 +9,8 @@ from collections import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
 
-from tailrace.kvpool.scheduler import PoolScheduler, Traffic
+from tailrace.kvpool.scheduler import PoolScheduler
+from tailrace.kvpool.traffic import Traffic
 from tailrace.kvpool.worker import PoolWorker
 
 

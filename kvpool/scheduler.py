@@ -8,9 +8,7 @@ it. Built by `kvpool.connector`, called by vLLM.
 
 import time
 from collections import Counter
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import LoadSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
@@ -19,31 +17,11 @@ from vllm.v1.request import RequestStatus
 
 from tailrace.kvpool.counts import bucket_ms
 from tailrace.kvpool.keys import block_name
+from tailrace.kvpool.traffic import Traffic
 from tailrace.kvpool.worker import PoolWorkerMetadata, SaveOfEnded
 
 LOOKUP_WAIT_S = 0.003
-"""Maximum seconds to wait for a lookup. A healthy one takes 0.5 ms over loopback; a longer one is checked again at the
-next step.
-"""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Transfers of one request. `cause`: why the rest of its context had to be computed."""
-
-    version: int
-    min_pull_tokens: int | None
-    save: bool
-    save_prompt: bool
-    save_stopped: bool = False  # also after a stop token
-    asked_s: float | None = None
-    answer: Future | None = None
-    hit_tokens: int | None = None
-    pulled_tokens: int = 0
-    cause: str = "not_pulled"
-    saved_tokens: int = 0
-    jobs: int = 0
-    names: tuple[bytes, ...] = ()
+"""Maximum seconds to wait for a lookup in one step. A healthy one takes 0.5 ms over loopback."""
 
 
 class PoolScheduler(MooncakeStoreScheduler):
@@ -90,9 +68,7 @@ class PoolScheduler(MooncakeStoreScheduler):
             self._traffic[request.request_id] = Traffic(**wish)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns the tokens beyond `num_computed_tokens` that can be pulled, or None if not known yet: call again at
-        the next step.
-        """
+        """Returns the tokens beyond `num_computed_tokens` to pull; None if not known until the next step."""
         traffic = self._traffic.get(request.request_id)
         if traffic is None or traffic.min_pull_tokens is None or traffic.pulled_tokens:
             return 0, False
@@ -112,9 +88,7 @@ class PoolScheduler(MooncakeStoreScheduler):
         return found, True
 
     def _look_up(self, request, traffic: Traffic) -> bool:
-        """Looks up how much of the request the pool has. Returns True once `traffic.hit_tokens` is known or given
-        up.
-        """
+        """Looks up how much of the request the pool has. Returns True once `traffic.hit_tokens` is known or 0."""
         now_s = time.monotonic()
         if traffic.answer is None:
             if now_s < self._paused_until_s:

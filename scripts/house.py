@@ -1,6 +1,6 @@
-"""Prints the size of the house: lines and files by folder, the way of a sample, definitions of verbs, constructors.
+"""Prints the size of the house: lines and files by folder, a sample's way, moves, definitions of verbs, constructors.
 
-`--json` for programs. Read by tests/house/test_house_figures.py, which bounds verbs and constructors.
+`--json` for programs. Read by tests/house/test_house_figures.py, which bounds the way, verbs and constructors.
 """
 
 import argparse
@@ -47,12 +47,17 @@ def rooms() -> dict[str, dict[str, int]]:
 
 
 def definitions() -> dict[str, list[str]]:
-    """Files of the product that define a function of each verb's name, a leading underscore aside."""
+    """Files of the product that define each verb, a leading underscore aside: a function, or a row of `Passed`."""
     found: dict[str, list[str]] = {verb: [] for verb in VERBS}
     for path in (path for name in PRODUCT for path in sources(name)):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in found:
-                found[node.name.lstrip("_")].append(path.relative_to(ROOT).as_posix())
+            name = None
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name = node.name
+            elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Passed("):
+                name = ast.unparse(node.targets[0])
+            if name is not None and name.lstrip("_") in found:
+                found[name.lstrip("_")].append(path.relative_to(ROOT).as_posix())
     return found
 
 
@@ -78,6 +83,17 @@ def path() -> dict[str, int]:
     return {name: lines_of(ROOT / name) for name in re.findall(r"`([\w/]+\.py)`", steps)}
 
 
+def ways() -> dict[str, dict[str, int]]:
+    """Files, moves and returns of each list of files in docs/life_of_a_sample.md, by its name."""
+    page = (ROOT / "docs" / "life_of_a_sample.md").read_text()
+    found = {}
+    for name, text in re.findall(r"^```way (\w+)\n(.*?)^```", page, re.S | re.M):
+        files = [one.strip() for one in text.split(">")]
+        moves, different = len(files) - 1, len(set(files))
+        found[name] = {"files": different, "moves": moves, "returns": len(files) - different}
+    return found
+
+
 def report(figures: dict) -> str:
     """The figures as text."""
     lines = [f"{name:<14}{one['files']:>6} files {one['lines']:>8,} lines" for name, one in figures["folders"].items()]
@@ -86,6 +102,8 @@ def report(figures: dict) -> str:
     lines += [f"{len(files)} x {verb}: {', '.join(files)}" for verb, files in figures["verbs"].items()]
     way = figures["path"]
     lines += ["", f"the way of a sample: {len(way)} files, {sum(way.values()):,} lines", *(f"  {n}" for n in way)]
+    for name, one in figures["ways"].items():
+        lines.append(f"the way of {name}: {one['files']} files, {one['moves']} moves, {one['returns']} returns")
     largest = sorted(figures["constructors"].items(), key=lambda one: (-one[1], one[0]))[:LARGEST]
     return "\n".join([*lines, "", "constructors: " + ", ".join(f"{name} {count}" for name, count in largest)])
 
@@ -95,7 +113,7 @@ def main() -> None:
         description="the size of the house: lines, a sample's way, engine verbs, constructors"
     )
     parser.add_argument("--json", action="store_true", help="for programs, with each room")
-    figures = {"folders": sizes(), "rooms": rooms(), "path": path()}
+    figures = {"folders": sizes(), "rooms": rooms(), "path": path(), "ways": ways()}
     figures |= {"verbs": definitions(), "constructors": constructors()}
     print(json.dumps(figures, indent=1) if parser.parse_args().json else report(figures))
 

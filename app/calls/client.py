@@ -29,9 +29,9 @@ from tailrace.app.calls.refused import accepted
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import RolloutSession, new_session
 from tailrace.app.calls.single_samples import SingleSamples
-from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
+from tailrace.app.calls.staged_weights import StagedWeights, Staging, Tensors
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.roles import Role, refusal
+from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsCheck, WeightsLoaded
 from tailrace.deployments.messages.status import (
     BatchLog,
@@ -39,10 +39,9 @@ from tailrace.deployments.messages.status import (
     ReplicasChanged,
     SampleDetail,
     SampleLog,
-    SampleStatus,
     ServiceSnapshot,
 )
-from tailrace.deployments.staging.slots import Slots, memory_source, service_name
+from tailrace.deployments.staging.slots import memory_source
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 
@@ -74,6 +73,7 @@ class RolloutClient:
             handle = serve.get_app_handle(app_name)
         self.app_name, self._heartbeat = app_name, heartbeat
         self._connection = connection = Connection(handle, Role(role), resume_s)
+        self._staging = Staging(connection.role, app_name)
         self._weights = OwnWeights(partial(connection.ask, "update_weights"))
         self._adapters = OwnAdapters(CoordinatorAdapters(connection))
         loads = OwnLoads(self._weights, self._adapters)
@@ -98,9 +98,7 @@ class RolloutClient:
     rollout_blocking = blocking_iterator(rollout)
 
     async def cancel(self, batch_id: str) -> bool:
-        """Ends a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in
-        flight.
-        """
+        """Ends a batch: its iterator yields the tokens made so far. Returns False if no such batch is in flight."""
         return await self._connection.ask("cancel", batch_id)
 
     cancel_blocking = blocking(cancel)
@@ -130,9 +128,7 @@ class RolloutClient:
     record_rewards_blocking = blocking(record_rewards)
 
     async def take_trace(self, batch_id: str) -> list[dict]:
-        """Returns the spans of a batch that this client rolled out with `keep_trace`: the driver's and the
-        service's.
-        """
+        """Returns the driver's and the service's spans of a batch that this client rolled out with `keep_trace`."""
         trace_id, spans = self._spans.take(batch_id)
         return spans + await self._connection.ask("take_spans", trace_id)
 
@@ -161,32 +157,15 @@ class RolloutClient:
         by `drop`.
         """
         status = await self.status()
-        slots = Slots(self._slots_name())
-        served = status.weights_version, status.weights_digest
-        keeping = asyncio.create_task(self.own_slots())
-        try:
-            return await asyncio.to_thread(staged_in, slots, version, served, tensors)
-        finally:
-            await keeping
+        return await self._staging.stage(version, (status.weights_version, status.weights_digest), tensors)
 
     stage_weights_blocking = blocking(stage_weights)
 
     async def own_slots(self) -> str:
-        """Returns the name of the service's slots in this node's shared memory, and starts their keeper, which ends
-        them with the service.
-        """
-        from tailrace.deployments.staging.keeper import keep_slots
-
-        accepted(refusal(self._connection.role, Role.TRAINER, "own_slots"), "own_slots")
-        await asyncio.to_thread(keep_slots, self._slots_name(), self.app_name)
-        return self._slots_name()
+        """Returns the name of the service's slots on this node, and starts the keeper that ends them with it."""
+        return await self._staging.own_slots()
 
     own_slots_blocking = blocking(own_slots)
-
-    def _slots_name(self) -> str:
-        import ray
-
-        return service_name(self.app_name, ray.get_runtime_context().gcs_address)
 
     async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
         """Has every replica check and load staged weights. Samples in flight continue under them.
@@ -221,9 +200,7 @@ class RolloutClient:
     transfer_weights_blocking = blocking(transfer_weights)
 
     async def finish_transfer(self, version: int | None = None) -> WeightsLoaded:
-        """Runs the phase `finish`, and commits under `version`, by default the next one. Raises ValueError, one
-        line.
-        """
+        """Runs the phase `finish`; commits under `version`, by default the next one. Raises ValueError, one line."""
         source = await self.transfer_weights("finish")
         staged = memory_source(source)
         return await self.update_weights(staged.version if version is None else version, source, staged.digest)
@@ -231,15 +208,8 @@ class RolloutClient:
     finish_transfer_blocking = blocking(finish_transfer)
 
     async def rename_weights(self, version: str) -> WeightsLoaded:
-        """Serves the present weights under a higher number; under the present number nothing changes. Raises
-        ValueError.
-        """
-        status = await self.status()
-        if not version.isdecimal():
-            raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
-        if not status.weights_source:
-            raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
-        return await self.update_weights(int(version), status.weights_source, status.weights_digest)
+        """Serves the present weights under a higher number; their own changes nothing. Raises ValueError."""
+        return await self._weights.rename(version, await self.status())
 
     rename_weights_blocking = blocking(rename_weights)
 
@@ -391,12 +361,6 @@ class RolloutClient:
 
     inspect_group_blocking = blocking(inspect_group)
 
-    async def pool_status(self) -> PoolView | None:
-        """Returns the coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""
-        return (await self.status()).pool
-
-    pool_status_blocking = blocking(pool_status)
-
     async def pool_detail(self) -> PoolView | None:
         """Returns the pool's status with the number of keys per weights version, counted for this call."""
         return await self._connection.ask("pool_detail")
@@ -436,30 +400,20 @@ class RolloutClient:
 
     watch_blocking = blocking_iterator(watch)
 
-    async def longest_samples(self, count: int = 10) -> tuple[SampleStatus, ...]:
-        """Returns the longest unended samples by tokens so far, longest first: the tail as it forms."""
-        return (await self.status(count)).longest
-
-    longest_samples_blocking = blocking(longest_samples)
-
     async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        """Returns chunks and text so far of an unended sample, by its id in `longest_samples`; None if it has ended."""
+        """Returns chunks and text so far of an unended sample, by its id in `status`; None if it has ended."""
         return await self._connection.ask("sample_detail", sample_id)
 
     sample_detail_blocking = blocking(sample_detail)
 
     async def sample_log(self, name: str) -> SampleLog | None:
-        """Returns chunks, moves, reasons and faults of a sample, by its id in the core or as BATCH/PROMPT#INDEX; None
-        if the service does not know it, or not any more.
-        """
+        """Returns chunks, moves, reasons and faults of a sample, by its core id or BATCH/PROMPT#INDEX, or None."""
         return await self._connection.ask("sample_log", name)
 
     sample_log_blocking = blocking(sample_log)
 
     async def batch_log(self, name: str) -> BatchLog | None:
-        """Returns progress, ends, faults and samples of a batch; None if the service does not know it, or not any
-        more.
-        """
+        """Returns progress, ends, faults and samples of a batch, or None if the service does not know it any more."""
         return await self._connection.ask("batch_log", name)
 
     batch_log_blocking = blocking(batch_log)

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from tailrace.deployments.messages.rollout import WeightsLoaded
+from tailrace.deployments.messages.status import ServiceSnapshot
 
 
 class OwnWeights:
@@ -23,6 +24,14 @@ class OwnWeights:
         if self._last is None or version >= self._last[0]:  # else a later update was answered before this one
             self._last = version, source, answer.digest
         return answer
+
+    async def rename(self, version: str, status: ServiceSnapshot) -> WeightsLoaded:
+        """See `RolloutClient.rename_weights`."""
+        if not version.isdecimal():
+            raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
+        if not status.weights_source:
+            raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
+        return await self.update(int(version), status.weights_source, status.weights_digest)
 
     async def restore(self, wanted: int | None) -> bool:
         """Loads them again. Returns False if there are none, or if a request wants another version."""

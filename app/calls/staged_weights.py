@@ -1,10 +1,13 @@
 """Weights that a trainer has copied into its node's shared memory, before any replica loads them."""
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tailrace.deployments.staging.slots import Slots
+from tailrace.app.calls.refused import accepted
+from tailrace.deployments.messages.roles import Role, refusal
+from tailrace.deployments.staging.slots import Slots, service_name
 from tailrace.deployments.staging.stage import Stage, bytes_of, pairs_of
 
 Tensors = Mapping[str, object] | Iterable[tuple[str, object]]
@@ -36,3 +39,32 @@ def staged_in(slots: Slots, version: int, served: tuple[int, str], tensors: Tens
         stage.drop()
         raise
     return StagedWeights(version, stage.tensors, stage.staged_bytes, time.monotonic() - began_s, stage)
+
+
+class Staging:
+    """A service's slots in this node's shared memory. `role`: the client's; only a trainer owns slots."""
+
+    def __init__(self, role: Role, app_name: str):
+        self._role, self._app_name = role, app_name
+
+    async def stage(self, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
+        """See `RolloutClient.stage_weights` and `staged_in`."""
+        slots = Slots(self._name())
+        keeping = asyncio.create_task(self.own_slots())
+        try:
+            return await asyncio.to_thread(staged_in, slots, version, served, tensors)
+        finally:
+            await keeping
+
+    async def own_slots(self) -> str:
+        """See `RolloutClient.own_slots`."""
+        from tailrace.deployments.staging.keeper import keep_slots
+
+        accepted(refusal(self._role, Role.TRAINER, "own_slots"), "own_slots")
+        await asyncio.to_thread(keep_slots, self._name(), self._app_name)
+        return self._name()
+
+    def _name(self) -> str:
+        import ray
+
+        return service_name(self._app_name, ray.get_runtime_context().gcs_address)

@@ -14,20 +14,11 @@ from tailrace.deployments.batches.quotas import BatchLoad, Quotas
 from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.messages.delivery import WINDOW_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
-from tailrace.deployments.messages.rollout import (
-    GroupResult,
-    PromptGroup,
-    Rejected,
-    RejectedBy,
-    RolloutBatch,
-    checked,
-)
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch, checked
 
 
 class Delivery:
-    """Delivery of one batch. `coming`: prompt ids that are in the core, or finished and not read. `driver`: the present
-    reader's client.
-    """
+    """Delivery of one batch. `coming`: prompt ids that are in the core, or not read. `driver`: the reader's client."""
 
     def __init__(self, message: RolloutBatch, driver: str, now: float):
         self.driver, self.renewed_s = driver, now
@@ -64,9 +55,7 @@ class Delivery:
         return any(group.prompt_id not in self._groups for group in message.groups)
 
     def attach(self, message: RolloutBatch, driver: str, now: float, have: int) -> int:
-        """Attaches a new reader and ends the stream of the one before. Returns the new reader's number. `have`: number
-        of groups that its driver has.
-        """
+        """Attaches a reader, whose driver has `have` groups, and ends the one before. Returns its number."""
         self.driver, self.renewed_s = driver, now
         self._sent.clear()
         self._sent_bytes, self._taken = 0, have
@@ -100,9 +89,7 @@ class Delivery:
         self._sent_bytes += result_bytes(group)
 
     def acknowledge(self, taken: int) -> None:
-        """Acknowledges groups: the driver has received `taken` groups over all its streams. A late call changes
-        nothing.
-        """
+        """Records that the driver has received `taken` groups over all its streams. A late call changes nothing."""
         while self._sent and self._taken < taken:
             self._sent_bytes -= self._sent.popleft()[0]
             self._taken += 1
@@ -169,7 +156,11 @@ class Deliveries:
     async def read(
         self, message: RolloutBatch, driver: str, have: Collection[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
-        """See `Rollouts.rollout`."""
+        """Yields each group of a batch as it finishes, but for the prompt ids in `have`; or Rejected, as the last item.
+
+        `driver`: the client's name. Closing the stream cancels the batch. A lost stream may be opened again for its
+        missing groups, see `Delivery`.
+        """
         message = checked(RolloutBatch, message)
         if isinstance(message, Rejected):
             yield message
@@ -250,9 +241,7 @@ class Deliveries:
             delivery.acknowledge(taken)
 
     def cancel(self, batch_id: str) -> bool:
-        """Ends a batch: its groups are delivered at once, unfinished samples marked cancelled. Returns False if there
-        is no such batch.
-        """
+        """Ends a batch: its groups are delivered at once, samples cancelled. Returns False if it is unknown."""
         delivery = self._open.get(batch_id)
         return delivery is not None and self._cancel(delivery)
 

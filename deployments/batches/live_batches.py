@@ -18,7 +18,6 @@ from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.records import GroupRecord, escaped
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.logged_tokens import LoggedTokens
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
 from tailrace.deployments.messages.status import BatchStatus, SampleDetail
 from tailrace.deployments.telemetry import Telemetry, parse_traceparent
@@ -37,9 +36,7 @@ class KnownWeights(Protocol):
 
 
 class LiveBatches:
-    """`nonce`: unique among all coordinators, past and present, of this application. `now`: the coordinator's clock, in
-    seconds.
-    """
+    """`nonce`: unique among the application's coordinators, past and present. `now`: their clock, in seconds."""
 
     def __init__(
         self,
@@ -62,9 +59,7 @@ class LiveBatches:
         return len(self._batches)
 
     async def prepare(self, message: RolloutBatch, delivery: Delivery) -> LiveBatch | Rejected:
-        """Prepares the submission of a message: encodes its prompts and finds past lengths. Returns Rejected if it
-        cannot be submitted.
-        """
+        """Encodes a message's prompts and finds past lengths. Returns Rejected if it cannot be submitted."""
         try:
             prepared = await asyncio.to_thread(self._prompts.prepare, message)
             if message.traceparent is not None:
@@ -88,17 +83,14 @@ class LiveBatches:
         )
         if found := await self._token_log.read(message, delivery.groups):
             await self._weights.heard()  # a new coordinator may not know the weights yet
-            self._resume(batch, found)
+            if refused := batch.resume(found, self._weights.may_have_been):
+                self._token_log.note("other_weights", f"batch {message.batch_id!r}: {refused} records do not fit")
         return batch
 
     def new_core_id(self, batch_id: str) -> str:
         """Returns a name in the core that no other submission has or has had."""
         self._submissions += 1
         return f"{escaped(batch_id, '/')}~{self._nonce}{self._submissions}"
-
-    def _resume(self, batch: LiveBatch, found: list[tuple[str, LoggedTokens]]) -> None:
-        if refused := batch.resume(found, self._weights.may_have_been):
-            self._token_log.note("other_weights", f"batch {batch.message.batch_id!r}: {refused} records do not fit")
 
     def groups(self) -> list[GroupRecord]:
         """Returns the unfinished groups of batches that have a driver."""
@@ -127,9 +119,7 @@ class LiveBatches:
         return self._home[name]
 
     def detail(self, sample_id: str, more: np.ndarray | None = None) -> SampleDetail | None:
-        """Returns the detail of an unended sample, or None if there is none with that id. `more`: tokens of its running
-        chunk.
-        """
+        """Returns an unended sample's detail, or None if there is none. `more`: tokens of its running chunk."""
         batch = self._home.get(sample_id)
         record = None if batch is None else batch.samples.get(sample_id)
         return None if record is None else record.detail(sample_id, self._prompts, more)

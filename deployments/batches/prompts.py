@@ -4,12 +4,12 @@ A prompt may be token ids, text or chat messages; a sample's text leaves special
 cannot take gives a `Rejected` value, never an exception. Called by the coordinator and the command line.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from tailrace.deployments.batches.model_folder import end_tokens, names_media
 from tailrace.deployments.batches.tokenizer_files import name_of_tokenizer, tokenizer_files
 from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import FormCheck
@@ -69,9 +69,7 @@ class Prompts:
         return prepared
 
     def prepare_group(self, group: PromptGroup) -> Prepared | Rejected:
-        """Encodes a group. Returns Rejected if no engine could run it. Batches, sessions and HTTP all use this
-        method.
-        """
+        """Encodes a group of a batch, session or HTTP request. Returns Rejected if no engine could run it."""
         try:
             token_ids = self._encode(group)
             reason = self._refusal(group, token_ids)
@@ -116,9 +114,7 @@ class Prompts:
         return None if form is None else self._forms.refusal(form, stops)
 
     def _features(self, given: Features | None) -> PromptFeatures | None:
-        """Returns the features of a prompt. Raises ValueError, one line, if they are invalid or the model takes
-        none.
-        """
+        """Returns a prompt's features. Raises ValueError, one line, if they are invalid or the model takes none."""
         if given is None or given.is_empty:
             return None
         if not self.is_multimodal:
@@ -172,19 +168,3 @@ class Prompts:
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tokenize=False, **template
         )
-
-
-def end_tokens(folder: Path, eos_token_id: int | None) -> frozenset[int]:
-    """Returns the tokens that end an answer of a model: the tokenizer's, and those in its generation_config.json."""
-    file = folder / "generation_config.json"
-    given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    more = given if isinstance(given, list) else [given]
-    return frozenset(token for token in (eos_token_id, *more) if token is not None)
-
-
-MEDIA = ("vision", "image", "img", "audio", "video", "visual")
-
-
-def names_media(folder: Path) -> bool:
-    """Returns whether a model's config.json has a key about images, videos or sounds. A text-only model has none."""
-    return any(word in key for key in json.loads((folder / "config.json").read_text()) for word in MEDIA)

@@ -101,8 +101,11 @@ class SampleRecord:
 
     def append(
         self, start: int, part: ChunkResult, replica_id: str, weights_digest: str = "", adapter_digest: str = ""
-    ) -> None:
-        """Writes a chunk that began at answer position `start`. Raises ValueError unless that is the next position."""
+    ) -> bool:
+        """Writes a chunk that began at answer position `start`. Returns whether another replica made the part before.
+
+        Raises ValueError unless `start` is the next position.
+        """
         if start != self.tokens:
             raise ValueError(f"chunk {part.chunk_id} begins at {start}, the sample has {self.tokens} tokens")
         end = start + len(part.token_ids)
@@ -127,6 +130,7 @@ class SampleRecord:
         self.tokens = end
         if self.grown is not None:
             self.grown()
+        return last is not None and last.replica_id != replica_id
 
     def join(self) -> None:
         """Concatenates the columns of all parts, once the sample has ended: a few tenths of a millisecond for 32,000

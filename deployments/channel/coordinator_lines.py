@@ -10,29 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tailrace.deployments.channel import frames
 from tailrace.deployments.channel.encrypted import Address
-from tailrace.deployments.channel.frames import (
-    Abort,
-    BadFrame,
-    Cause,
-    ChunkEnded,
-    ChunkFailure,
-    Message,
-    Pulse,
-    Report,
-    Start,
-    decode,
-    encode,
-)
 from tailrace.deployments.channel.numbered import NumberedEnd
 from tailrace.deployments.channel.sockets import CoordinatorSocket
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, SampleRefused
 
 MIN_REPORT_S = 0.5
-"""Minimum seconds between a replica's reports: enough for a progress bar, and the loss of an idle replica shows in 3
-s.
-"""
+"""Minimum seconds between a replica's reports: enough for a progress bar; an idle replica's loss shows in 3 s."""
 
 REPORTS_PER_S = 256
 """Maximum reports per second of all replicas together, so that a fleet of any size costs the coordinator the same."""
@@ -51,9 +37,7 @@ DRIFT = 1e-4
 
 
 class Heard(NamedTuple):
-    """A replica's latest report. `observed_s`: when it was made, on the coordinator's clock; too late by the minimum
-    delay of the line.
-    """
+    """A replica's latest report, made at `observed_s` on our clock, plus the line's minimum delay."""
 
     report: EngineStats
     observed_s: float
@@ -120,9 +104,7 @@ class CoordinatorLines:
         return line is not None and bool(line.calls)
 
     def heard(self) -> list[Heard]:
-        """Returns the latest report of each replica that has reported within SILENT_S, or within three report intervals
-        if that is longer.
-        """
+        """Returns the latest reports of replicas that have reported within SILENT_S, or three intervals if longer."""
         self._socket.read()  # frames that arrived while the loop was busy
         since_s = self._now() - max(SILENT_S, 3 * self.report_s)
         return [line.heard for line in self._lines.values() if line.heard is not None and line.heard_s >= since_s]
@@ -133,7 +115,7 @@ class CoordinatorLines:
         if line is None or line.heard is None:
             raise ChunkNotTaken(f"there is no line to replica {replica_id!r}")
         answer = asyncio.get_running_loop().create_future()
-        line.calls[chunk.chunk_id] = answer, self._send(line, Start(chunk))
+        line.calls[chunk.chunk_id] = answer, self._send(line, frames.Start(chunk))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -145,11 +127,11 @@ class CoordinatorLines:
     def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         """Ends a chunk early; its own call ends then. Without a line this does nothing."""
         if (line := self._lines.get(replica_id)) is not None:
-            self._send(line, Abort(chunk_id, keep_kv))
+            self._send(line, frames.Abort(chunk_id, keep_kv))
 
     def pulse(self) -> None:
         """Sends pulses, and unacknowledged messages again. Called a few times a second."""
-        now_s, payload = self._now(), encode(Pulse(self.report_s))
+        now_s, payload = self._now(), frames.encode(frames.Pulse(self.report_s))
         for line in self._lines.values():
             for frame in line.end.overdue(now_s):
                 self._socket.send(line.session, frame)
@@ -157,8 +139,8 @@ class CoordinatorLines:
                 line.pulsed_s = now_s
                 self._socket.send(line.session, line.end.frame(payload))
 
-    def _send(self, line: _Line, message: Message) -> int:
-        number, frame = line.end.numbered(encode(message), self._now())
+    def _send(self, line: _Line, message: frames.Message) -> int:
+        number, frame = line.end.numbered(frames.encode(message), self._now())
         self._socket.send(line.session, frame)
         return number
 
@@ -168,20 +150,20 @@ class CoordinatorLines:
         try:
             payload = line.end.take(frame, self._now())
             if payload is not None:
-                self._obey(line, decode(payload))
-        except BadFrame as error:
+                self._obey(line, frames.decode(payload))
+        except frames.BadFrame as error:
             self.bad_frames[line.replica_id] += 1
             _settle(line, error.chunk_id, ChunkError(f"chunk {error.chunk_id}: {error}"))
         except ValueError:
             self.bad_frames[line.replica_id] += 1
 
-    def _obey(self, line: _Line, message: Message) -> None:
+    def _obey(self, line: _Line, message: frames.Message) -> None:
         match message:
-            case ChunkEnded(chunk_id, result):
+            case frames.ChunkEnded(chunk_id, result):
                 _settle(line, chunk_id, result)
-            case ChunkFailure(chunk_id, cause, text):
+            case frames.ChunkFailure(chunk_id, cause, text):
                 _settle(line, chunk_id, ERRORS[cause](text))
-            case Report(sent_s, stats):
+            case frames.Report(sent_s, stats):
                 self._hear(line, sent_s, stats)
 
     def _hear(self, line: _Line, sent_s: float, stats: EngineStats) -> None:
@@ -196,7 +178,7 @@ class CoordinatorLines:
             self._changed()
 
 
-ERRORS = {Cause.DOWN: ReplicaLost, Cause.REFUSED: SampleRefused, Cause.CHUNK: ChunkError}
+ERRORS = {frames.Cause.DOWN: ReplicaLost, frames.Cause.REFUSED: SampleRefused, frames.Cause.CHUNK: ChunkError}
 
 
 def _settle(line: _Line, chunk_id: str, result: ChunkResult | Exception) -> None:

@@ -9,17 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
-from tailrace.deployments.channel.frames import (
-    Abort,
-    Cause,
-    ChunkEnded,
-    ChunkFailure,
-    Pulse,
-    Report,
-    Start,
-    decode,
-    encode,
-)
+from tailrace.deployments.channel import frames
 from tailrace.deployments.channel.numbered import NumberedEnd
 from tailrace.deployments.channel.sockets import EngineSocket
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
@@ -48,9 +38,7 @@ class ChunkEngine(Protocol):
 
 
 class EngineLine:
-    """`session`: name of the line, given by the coordinator. `dial`: opens the socket, given the function that takes
-    its frames.
-    """
+    """`session`: the line's name, given by the coordinator. `dial`: opens the socket, given what takes its frames."""
 
     def __init__(self, session: str, engine: ChunkEngine, dial: Callable[[Callable[[bytes], None]], EngineSocket]):
         self.session = session
@@ -70,7 +58,8 @@ class EngineLine:
             while self._holder == holder and not self.closed and not self._is_left():
                 self._due.clear()
                 with contextlib.suppress(Exception):  # an engine that is down reports nothing
-                    self._socket.send(self._end.frame(encode(Report(self._now(), await self._engine.stats()))))
+                    report = frames.Report(self._now(), await self._engine.stats())
+                    self._socket.send(self._end.frame(frames.encode(report)))
                 for frame in self._end.overdue(self._now()):
                     self._socket.send(frame)
                 with contextlib.suppress(TimeoutError):
@@ -103,19 +92,19 @@ class EngineLine:
             return
         try:
             payload = self._end.take(frame, self._now())
-            message = None if payload is None else decode(payload)
+            message = None if payload is None else frames.decode(payload)
         except ValueError:  # a message of another release
             return
         self._heard_s = self._now()
         match message:
-            case Start(chunk):
+            case frames.Start(chunk):
                 task = self._chunks[chunk.chunk_id] = asyncio.ensure_future(self._run(chunk))
                 task.add_done_callback(lambda _: self._chunks.pop(chunk.chunk_id, None))
-            case Abort(chunk_id, keep_kv):
+            case frames.Abort(chunk_id, keep_kv):
                 task = asyncio.ensure_future(self._engine.abort(chunk_id, keep_kv))
                 self._others.add(task)
                 task.add_done_callback(self._others.discard)
-            case Pulse(report_s):
+            case frames.Pulse(report_s):
                 self._report_s, self.was_pulsed = report_s, True
 
     async def _run(self, chunk: ChunkRequest) -> None:
@@ -126,17 +115,17 @@ class EngineLine:
 
     async def _end_of(self, chunk: ChunkRequest) -> bytes:
         """Runs a chunk. Returns the message of its end."""
-        cause = Cause.CHUNK
+        cause = frames.Cause.CHUNK
         try:
-            return encode(ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk)))
+            return frames.encode(frames.ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk)))
         except asyncio.CancelledError as error:  # an error of the engine, unless the line was closed
             if self.closed:
                 raise
             reason: BaseException = error
         except EngineDown as error:
-            cause, reason = Cause.DOWN, error
+            cause, reason = frames.Cause.DOWN, error
         except RequestRefused as error:
-            cause, reason = Cause.REFUSED, error
+            cause, reason = frames.Cause.REFUSED, error
         except Exception as error:  # noqa: BLE001 - the edge of a chunk: its caller gets the reason
             reason = error
-        return encode(ChunkFailure(chunk.chunk_id, cause, one_line(reason)))
+        return frames.encode(frames.ChunkFailure(chunk.chunk_id, cause, one_line(reason)))

@@ -22,11 +22,6 @@ class NumberedEnd:
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
         self._progress_s = 0.0
 
-    @property
-    def owes(self) -> bool:
-        """True while the other end has not acknowledged all messages."""
-        return bool(self._unacknowledged)
-
     def has_come(self, number: int) -> bool:
         """Returns whether the other end has acknowledged this message."""
         return not self._unacknowledged or number < self._unacknowledged[0][0]

@@ -84,15 +84,19 @@ class Admission:
 
     def exchange_core(self) -> None:
         """Makes the change of the core that is due, if no batch is in flight."""
-        self._core_holder.expire_journal(self._loop.now())
+        self._core_holder.expire_journal()
         if not self._batches:
             self._core_holder.exchange(self._registry.joined.values())
             self._changed.set()
 
     # ---- pauses ------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pauses the service. Returns once no chunk runs, or at a resume. The newer of two pauses wins."""
+    async def pause(self, mode: str) -> None:
+        """Pauses the service. Returns once no chunk runs, or at a resume. The newer of two pauses wins.
+
+        Raises ValueError for a mode that is none of PauseMode.
+        """
+        mode = PauseMode(mode)
         self._draining = mode is PauseMode.WAIT
         while self._draining and self._core_holder.in_flight():
             await self._loop.turn()

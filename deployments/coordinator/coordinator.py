@@ -6,8 +6,6 @@ name code of the deployment's list alone.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -25,25 +23,16 @@ from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.service import ContextService
-from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.coordinator.service_size import ServiceSize
+from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
-from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.roles import Role, admits
-from tailrace.deployments.messages.rollout import (
-    BatchSettings,
-    GroupResult,
-    Rejected,
-    RolloutBatch,
-    WeightsCheck,
-    WeightsLoaded,
-)
-from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
-from tailrace.deployments.messages.status import PoolView, ReplicasChanged
+from tailrace.deployments.messages.roles import Passed, Role, admits
+from tailrace.deployments.messages.rollout import Rejected
+from tailrace.deployments.messages.status import PoolView
 from tailrace.deployments.metrics.export import export_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry, TelemetryExport
@@ -115,7 +104,7 @@ class Coordinator(WatchCalls):
         limits: Limits | None,
     ) -> None:
         """Starts the loops of a coordinator with these collaborators."""
-        self._limits = limits
+        self._engines, self._limits = engines, limits
         self._kv_pool_manager, self._context, self._prompts = kv_pool_manager, context, prompts
         self._rollouts = Rollouts(
             engines=engines,
@@ -150,71 +139,31 @@ class Coordinator(WatchCalls):
         """Returns the wanted replicas. Serve calls it, and passes the answer to `deployments.autoscaler`."""
         return self._rollouts.replica_target.metrics()
 
-    @admits(Role.OBSERVER)
-    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
-        async for change in self._rollouts.replica_target.changes():
-            yield change
+    # ---- calls of drivers: the role that they need, and what does them ---------------------------------
 
-    @admits(Role.TRAINER)
-    async def reserve(self, replicas: int) -> None:
-        self._rollouts.reserve(replicas)
-
-    @admits(Role.EVALUATOR)
-    async def rollout(
-        self, message: RolloutBatch, driver: str, have: list[str]
-    ) -> AsyncIterator[GroupResult | Rejected]:
-        async with aclosing(self._rollouts.rollout(message, driver, have)) as items:  # closing this closes them
-            async for item in items:
-                yield item
-
-    @admits(Role.EVALUATOR)
-    async def renew(self, batch_id: str, driver: str, taken: int) -> None:
-        self._rollouts.deliveries.renew(batch_id, driver, taken)
-
-    @admits(Role.TRAINER)
-    async def cancel(self, batch_id: str) -> bool:
-        return self._rollouts.deliveries.cancel(batch_id)
-
-    @admits(Role.EVALUATOR)
-    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer | Rejected:
-        return await self._rollouts.sessions.generate(settings, request)
-
-    @admits(Role.EVALUATOR)
-    async def stream_sample(
-        self, settings: BatchSettings, request: SampleRequest
-    ) -> AsyncIterator[SampleTokens | Rejected]:
-        async with aclosing(self._rollouts.sessions.stream(settings, request)) as items:
-            async for item in items:
-                yield item
-
-    @admits(Role.EVALUATOR)
-    async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
-        return self._rollouts.sessions.cancel(session, group, index)
-
-    @admits(Role.EVALUATOR)
-    async def renew_session(self, session: str) -> bool:
-        return self._rollouts.sessions.renew(session)
-
-    @admits(Role.EVALUATOR)
-    async def close_session(self, session: str) -> bool:
-        return self._rollouts.sessions.close(session)
-
-    @admits(Role.TRAINER)
-    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
-        return await self._rollouts.update_weights(version, source, digest)
-
-    @admits(Role.TRAINER)
-    async def load_adapter(self, name: str, path: str) -> Adapter | Rejected:
-        return await self._rollouts.load_adapter(name, path)
-
-    @admits(Role.TRAINER)
-    async def unload_adapter(self, name: str) -> Rejected | None:
-        return await self._rollouts.adapters.unload(name)
-
-    @admits(Role.TRAINER)
-    async def transfer_weights(self, phase: str, info: dict | list | None) -> str | Rejected:
-        """Runs one phase of a weight transfer; see `WeightTransfer`."""
-        return await self._rollouts.weight_transfer.run(phase, info)
+    rollout = Passed(Role.EVALUATOR, lambda me: me._rollouts.deliveries.read, is_stream=True)
+    renew = Passed(Role.EVALUATOR, lambda me: me._rollouts.deliveries.renew)
+    cancel = Passed(Role.TRAINER, lambda me: me._rollouts.deliveries.cancel)
+    cancel_all = Passed(Role.TRAINER, lambda me: me._rollouts.cancel_all)
+    generate = Passed(Role.EVALUATOR, lambda me: me._rollouts.sessions.generate)
+    stream_sample = Passed(Role.EVALUATOR, lambda me: me._rollouts.sessions.stream, is_stream=True)
+    cancel_samples = Passed(Role.EVALUATOR, lambda me: me._rollouts.sessions.cancel)
+    renew_session = Passed(Role.EVALUATOR, lambda me: me._rollouts.sessions.renew)
+    close_session = Passed(Role.EVALUATOR, lambda me: me._rollouts.sessions.close)
+    update_weights = Passed(Role.TRAINER, lambda me: me._rollouts.update_weights)
+    read_weights = Passed(Role.TRAINER, lambda me: partial(weights_check, me._engines, me._rollouts.registry.reports))
+    transfer_weights = Passed(Role.TRAINER, lambda me: me._rollouts.weight_transfer.run)
+    load_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.load_adapter)
+    unload_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.adapters.unload)
+    pause = Passed(Role.TRAINER, lambda me: me._rollouts.admission.pause)
+    sleep = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.begin)
+    wake_up = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.end)
+    replica_changes = Passed(Role.OBSERVER, lambda me: me._rollouts.replica_target.changes, is_stream=True)
+    journal = Passed(Role.TRAINER, lambda me: me._rollouts.core_holder.journal)
+    renew_journal = Passed(Role.TRAINER, lambda me: me._rollouts.core_holder.renew_journal)
+    reserve = Passed(Role.TRAINER, lambda me: me._rollouts.reserve)
+    reset_caches = Passed(Role.TRAINER, lambda me: me._engines.reset_caches)
+    take_spans = Passed(Role.EVALUATOR, lambda me: me._rollouts.take_spans)
 
     @admits(Role.EVALUATOR)
     async def model_folder(self) -> str:
@@ -227,22 +176,12 @@ class Coordinator(WatchCalls):
 
     @admits(Role.TRAINER)
     async def set_policies(self, policies: dict) -> Rejected | None:
-        """Sets the policies of the next core. `policies`: a dump, since an object would load its class before it could
-        be checked.
-        """
+        """Sets the policies of the next core. `policies`: a dump, which loads no class before it is checked."""
         try:
             self._rollouts.core_holder.set_policies(Policies(**policies))
         except ValidationError as error:
             return Rejected(reason=error.errors()[0]["msg"].removeprefix("Value error, "))
         return None
-
-    @admits(Role.TRAINER)
-    async def journal(self, on: bool) -> str | None:
-        return self._rollouts.core_holder.journal(on, self._rollouts.now())
-
-    @admits(Role.TRAINER)
-    async def renew_journal(self) -> None:
-        self._rollouts.core_holder.renew_journal(self._rollouts.now())
 
     @admits(Role.TRAINER)
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
@@ -265,18 +204,6 @@ class Coordinator(WatchCalls):
     async def drain_pool(self) -> int | None:
         return None if self._kv_pool_manager is None else await self._kv_pool_manager.drain()
 
-    @admits(Role.EVALUATOR)
-    async def take_spans(self, trace_id: str) -> list[dict]:
-        return await self._rollouts.take_spans(trace_id)
-
-    @admits(Role.TRAINER)
-    async def reset_caches(self) -> bool:
-        return await self._rollouts.reset_caches()
-
-    @admits(Role.TRAINER)
-    async def pause(self, mode: str) -> None:
-        await self._rollouts.admission.pause(PauseMode(mode))
-
     @admits(Role.TRAINER)
     async def resume(self) -> Rejected | None:
         if self._rollouts.sleep.tags:
@@ -284,29 +211,11 @@ class Coordinator(WatchCalls):
         self._rollouts.admission.resume()
         return None
 
-    @admits(Role.TRAINER)
-    async def sleep(self, mode: str) -> Rejected | None:
-        return await self._rollouts.sleep.begin(PauseMode(mode))
-
-    @admits(Role.TRAINER)
-    async def wake_up(self, tags: tuple[str, ...]) -> Rejected | None:
-        return await self._rollouts.sleep.end(tags)
-
-    @admits(Role.TRAINER)
-    async def read_weights(self) -> WeightsCheck | Rejected:
-        return await self._rollouts.read_weights()
-
-    @admits(Role.TRAINER)
-    async def cancel_all(self) -> int:
-        return self._rollouts.cancel_all()
-
     def ended_loops(self) -> list[asyncio.Task]:
         """Returns the loops that have ended, each by an exception. A healthy coordinator has none."""
         return [loop for loop in self._loops if loop.done()]
 
     async def check_health(self) -> None:
-        """Raises RuntimeError if a loop has ended. Serve then replaces the coordinator, and the drivers' calls end in
-        errors.
-        """
+        """Raises RuntimeError if a loop has ended. Serve then replaces the coordinator."""
         for loop in self.ended_loops():
             raise RuntimeError("the coordinator's loop has stopped") from loop.exception()

@@ -4,7 +4,7 @@ Invariant: a core is exchanged only while no batch is in flight, and the next on
 replicas. A journal is written only while a driver that wants it renews its lease. Called by `Rollouts`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tailrace.deployments.coordinator.journal import JournaledCore
 from tailrace.deployments.messages.liveness import LEASE_S
@@ -16,10 +16,10 @@ from tailrace.policies.protocol.exactness import Exactness
 
 
 class CoreHolder:
-    """`present` is the core in use; `exchange` replaces it if a setting has changed."""
+    """`present` is the core in use; `exchange` replaces it if a setting has changed. `now`: the coordinator's clock."""
 
-    def __init__(self, policies: Policies):
-        self.present = RolloutCore(policies)
+    def __init__(self, policies: Policies, now: Callable[[], float]):
+        self.present, self._now = RolloutCore(policies), now
         self._policies, self._limits, self._kind = policies, None, RolloutCore
         self._exactness: Exactness = "bits"
         self._due = False
@@ -50,7 +50,7 @@ class CoreHolder:
         """Sets the engines' level of exactness."""
         self._exactness, self._due = exactness, True
 
-    def journal(self, on: bool, now: float) -> str | None:
+    def journal(self, on: bool) -> str | None:
         """Turns journaling on or off for the next core. Returns the present core's journal, or None if it has none.
 
         A journal that has ended is none to a driver that turns journaling on: it is another's, and is kept only until
@@ -59,21 +59,21 @@ class CoreHolder:
         present = self.present if isinstance(self.present, JournaledCore) else None
         written = present.journal() if present is not None and not (on and present.is_stopped) else None
         self._kind, self._due = JournaledCore, True
-        self._journal_until_s = now + LEASE_S
+        self._journal_until_s = self._now() + LEASE_S
         if not on:
             self._end_journal()
         return written
 
-    def renew_journal(self, now: float) -> None:
+    def renew_journal(self) -> None:
         """Renews the lease of a driver that wants a journal."""
         if self._journal_until_s is not None:
-            self._journal_until_s = now + LEASE_S
+            self._journal_until_s = self._now() + LEASE_S
 
-    def expire_journal(self, now: float) -> None:
+    def expire_journal(self) -> None:
         """Ends a journal whose drivers are gone, and frees its memory. No batch waits for another core because of
         it.
         """
-        if self._journal_until_s is not None and now > self._journal_until_s:
+        if self._journal_until_s is not None and self._now() > self._journal_until_s:
             self._end_journal()
 
     def _end_journal(self) -> None:

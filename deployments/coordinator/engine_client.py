@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
@@ -19,7 +20,7 @@ from tailrace.deployments.channel.frames import carries
 from tailrace.deployments.channel.sockets import CoordinatorSocket
 from tailrace.deployments.engine.shared_features import SharedFeatures
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
-from tailrace.deployments.messages.command import CheckWeights, Command, LoadAdapter
+from tailrace.deployments.messages.command import CheckWeights, Command, LoadAdapter, Peek, ResetCache, TakeSpans
 from tailrace.deployments.messages.errors import (
     ChunkError,
     ChunkNotTaken,
@@ -36,6 +37,9 @@ POLL_TIMEOUT_S = 10.0
 """Timeout, in seconds, of calls that a replica answers at once. One that takes longer hangs, and Serve's health check
 replaces it.
 """
+
+PEEK_S = 1.0
+"""Maximum seconds to wait for the tokens of a running chunk."""
 
 CHECK_S = 600.0
 """Maximum seconds of a check of new weights: every value of a large checkpoint is read from a network folder."""
@@ -157,6 +161,26 @@ class EngineClient:
         """Answers of all replicas that answer, in no order: results, or the exceptions that they ended with. Raises
         TimeoutError if not all have answered in time."""
         return await poll_all(self._handle, "obey", timeout_s, command)
+
+    async def peek(self, replica_id: str, chunk_id: str) -> np.ndarray | None:
+        """Returns the tokens of a running chunk so far, or None if its replica does not send them within PEEK_S."""
+        with contextlib.suppress(Exception):  # the replica may be lost, or in a long step: it is only for people
+            return await asyncio.wait_for(self.ask(replica_id, Peek(chunk_id)), PEEK_S)
+        return None
+
+    async def spans(self, trace_id: str) -> list[dict]:
+        """Returns the spans of a trace from every replica that answers; none if not all have answered in time."""
+        answers: list[Any] = []
+        with contextlib.suppress(TimeoutError):
+            answers = await self.ask_all(TakeSpans(trace_id))
+        return [span for answer in answers if isinstance(answer, list) for span in answer]
+
+    async def reset_caches(self) -> bool:
+        """Has every replica drop the KV of chunks that have ended, so that a benchmark's runs do not help each other.
+
+        Returns False if one keeps it, because chunks run there.
+        """
+        return all(answer is True for answer in await self.ask_all(ResetCache()))
 
     async def digests(self, command: CheckWeights | LoadAdapter) -> set[str]:
         """The digests that the replicas answer with; of a replica that is lost there is none.

@@ -8,7 +8,7 @@ KvMaster actor.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import EngineStats
@@ -16,7 +16,7 @@ from tailrace.deployments.messages.errors import is_own_cancel
 from tailrace.deployments.messages.status import PoolView
 from tailrace.kvpool.keys import ALL_BLOCKS, NAME_BYTES, version_pattern
 from tailrace.kvpool.status import PoolStatus
-from tailrace.policies.protocol.actions import ReleaseKv
+from tailrace.policies.protocol.actions import Prefetch, ReleaseKv
 from tailrace.policies.protocol.events import Event, KvLost, PoolReported
 
 AGAIN_S = 1.0
@@ -96,6 +96,15 @@ class KvPoolManager:
         self._unsummed += 1
         if self._unsummed * SUMMED_REPLICAS >= len(self._engine_counts):
             self._sum = None
+
+    def perform(
+        self, action: ReleaseKv | Prefetch, batch_of: Callable[[str], LiveBatch], reports: Mapping[str, EngineStats]
+    ) -> None:
+        """Performs an action of the core. `reports`: by replica; a prefetch for one that is lost does nothing."""
+        if isinstance(action, ReleaseKv):
+            self.release(batch_of(action.group_id), action)
+        elif report := reports.get(action.replica_id):
+            self.prefetch(batch_of(action.sample_id), action.sample_id, report.node_id)
 
     def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
         """Releases a sample's own blocks, or the blocks of its group's prompt. The last of mates that began with the

@@ -25,15 +25,6 @@ class MadeTokens(NamedTuple):
     weights_digest: str
     adapter_digest: str
 
-    def write(self) -> bool:
-        """Appends the tokens to the sample. Returns whether another replica made the part before. Raises ValueError, as
-        `SampleRecord.append` does.
-        """
-        before = self.sample.segments
-        moved = bool(before) and before[-1].replica_id != self.replica_id
-        self.sample.append(self.start, self.result, self.replica_id, self.weights_digest, self.adapter_digest)
-        return moved
-
 
 class Loop:
     """Must be created in the event loop that it serves. `reported`: set when a replica has a new report. `looked`: set

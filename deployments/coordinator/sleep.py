@@ -11,7 +11,7 @@ from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tailrace.deployments.coordinator.admission import Admission, PauseMode
+from tailrace.deployments.coordinator.admission import Admission
 from tailrace.deployments.coordinator.loop import Loop
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.weights import Weights
@@ -43,7 +43,7 @@ class Sleep:
         asleep = {WEIGHTS: self._weights.asleep, KV_CACHE: self._kv_asleep}
         return tuple(tag for tag in TAGS if asleep[tag])
 
-    async def begin(self, mode: PauseMode) -> Rejected | None:
+    async def begin(self, mode: str) -> Rejected | None:
         """Puts the service to sleep. Returns once every replica has given its memory back; or Rejected if one cannot,
         with all replicas awake and resumed.
         """

@@ -1,10 +1,10 @@
 """Reads back the weights that the replicas compute with, and compares them with each other and with their source.
 
-Called by `Rollouts` at a trainer's request; each replica answers between two of its steps.
+Called by the coordinator at a trainer's request; each replica answers between two of its steps.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.messages.chunk import WeightsRead
@@ -16,10 +16,11 @@ if TYPE_CHECKING:  # it loads Ray, and this function needs none of it
     from tailrace.deployments.coordinator.engine_client import EngineClient
 
 
-async def weights_check(engines: "EngineClient", replicas: Sequence[str]) -> WeightsCheck | Rejected:
+async def weights_check(engines: "EngineClient", replicas: Iterable[str]) -> WeightsCheck | Rejected:
     """Returns the weights of these replicas; or Rejected if those of one could not be read or have changed version
     meanwhile.
     """
+    replicas = sorted(replicas)
     if not replicas:
         return Rejected(reason="no replica is up: there are no weights to read")
     answers = await asyncio.gather(*(engines.ask(name, ReadWeights()) for name in replicas), return_exceptions=True)

@@ -45,14 +45,10 @@ half of the drafting time.
 """
 
 LOOK_S = 0.25
-"""Seconds between two measurements of the indexes: the engine reports after every step, and there can be thousands of
-indexes.
-"""
+"""Seconds between two measurements of the indexes: there can be thousands, and the engine reports after every step."""
 
 ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
-"""Seconds that a proposal from the index takes, per step and per sample: with drafts that miss, `bench overhead` on a
-busy core.
-"""
+"""Seconds of a proposal from the index, per step and per sample: drafts that miss, `bench overhead` on a busy core."""
 
 FUTILE_SHARE, FUTILE_S, FUTILE_STEPS = 0.02, 1e-3, 8
 """Limits on attempts whose drafts do not pay: roughly, their maximum share of step time, their maximum seconds per
@@ -190,7 +186,7 @@ class EngineDrafts:
         drafted = self._running.pop(chunk_id, None)
         if drafted is None:
             return None
-        self._read(drafted)
+        self._read_all([drafted])
         self._groups.close(drafted.group)
         report = drafted.report(self._draft_tokens)
         if self._model is not None:
@@ -203,14 +199,8 @@ class EngineDrafts:
 
     # ---- proposals ---------------------------------------------------------------------------------
 
-    def _read(self, drafted: DraftedTokens) -> None:
-        """Extends the index to a chunk's last token."""
-        if drafted.unread:
-            tokens, drafted.unread = drafted.unread, []
-            self._spread(drafted, drafted.generated - len(tokens), tokens)
-
     def _read_all(self, wanted: Iterable[DraftedTokens]) -> None:
-        """Extends the indexes to the last tokens of these chunks, group by group."""
+        """Extends the indexes to these chunks' last tokens, group by group, and sends them to mates elsewhere."""
         by_group = defaultdict(list)
         for drafted in wanted:
             if drafted.unread:
@@ -226,13 +216,6 @@ class EngineDrafts:
                 ref = some[0].chunk.draft.group
                 for sample, start, tokens in zip(samples, starts, unread, strict=True):
                     self._feed.append(ref, sample, start, tokens)
-
-    def _spread(self, drafted: DraftedTokens, start: int, tokens: list[int]) -> None:
-        """Adds new tokens to the index here and sends them to mates on other engines."""
-        plan = drafted.chunk.draft
-        drafted.group.index.extend(plan.sample_index, start, tokens)
-        if self._feed is not None:
-            self._feed.append(plan.group, plan.sample_index, start, tokens)
 
     def propose(self) -> None:
         """Sets the next draft on each continuing request, after a step."""

@@ -5,14 +5,16 @@ by the coordinator at a person's request.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
+
+import numpy as np
 
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.records import escaped
 from tailrace.deployments.feed.survey import tokens_of, why_of
 from tailrace.deployments.feed.trails import Trail, TrailChunk, TrailFault, Trails
-from tailrace.deployments.messages.status import BatchLog, ChunkLog, FaultLog, SampleLog
+from tailrace.deployments.messages.status import BatchLog, ChunkLog, FaultLog, SampleDetail, SampleLog
 from tailrace.policies.core.request_buffer import Sample
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.sample_states import ENDED
@@ -22,7 +24,9 @@ SHOWN_SAMPLES = 50
 
 
 class Logs:
-    """`now`: the coordinator's clock, in seconds. `unix_s`: unix seconds at its 0."""
+    """`now`: the coordinator's clock, in seconds. `unix_s`: unix seconds at its 0. `peek`: returns the tokens of a
+    running chunk, by its replica and id, or None.
+    """
 
     def __init__(
         self,
@@ -31,12 +35,21 @@ class Logs:
         core: Callable[[], RolloutCore],
         now: Callable[[], float],
         unix_s: float,
+        peek: Callable[[str, str], Awaitable[np.ndarray | None]],
     ):
         self._batches, self._trails, self._core, self._now, self._unix_0_s = batches, trails, core, now, unix_s
+        self._peek = peek
 
     def faults(self) -> tuple[FaultLog, ...]:
         """Returns the newest faults, oldest first."""
         return tuple(map(self._fault, self._trails.faults))
+
+    async def detail(self, sample_id: str) -> SampleDetail | None:
+        """Returns an unended sample's state, with the tokens of its running chunk if the replica sends them in time."""
+        chunk = self._trails.running(sample_id)
+        more = None if chunk is None else await self._peek(chunk.replica_id, chunk.chunk_id)
+        is_last = chunk is not None and self._trails.running(sample_id) is chunk
+        return self._batches.detail(sample_id, more if is_last else None)
 
     def sample(self, name: str) -> SampleLog | None:
         """Returns a sample's log, or None if there is no sample of that name, or if too many have ended since it

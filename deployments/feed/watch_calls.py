@@ -1,13 +1,10 @@
 """The coordinator's read-only calls. A base of the deployment's class."""
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from tailrace.deployments.feed.survey import Survey
-from tailrace.deployments.messages.roles import Role, admits
-from tailrace.deployments.messages.rollout import Rejected
-from tailrace.deployments.messages.status import BatchLog, SampleDetail, SampleLog, ServiceSnapshot
+from tailrace.deployments.messages.roles import Passed, Role, admits
+from tailrace.deployments.messages.status import ServiceSnapshot
 
 
 class WatchCalls:
@@ -15,26 +12,12 @@ class WatchCalls:
 
     _rollouts: Any
 
-    @admits(Role.OBSERVER)
-    async def watch(self, epoch: str, number: int) -> AsyncIterator[bytes | Rejected]:
-        """See `Feed.follow`."""
-        async with aclosing(self._rollouts.feed.follow(epoch, number)) as items:
-            async for item in items:
-                yield item
+    watch = Passed(Role.OBSERVER, lambda me: me._rollouts.feed.follow, is_stream=True)
+    sample_log = Passed(Role.OBSERVER, lambda me: me._rollouts.logs.sample)
+    batch_log = Passed(Role.OBSERVER, lambda me: me._rollouts.logs.batch)
+    sample_detail = Passed(Role.EVALUATOR, lambda me: me._rollouts.logs.detail)
 
     @admits(Role.OBSERVER)
     async def status(self, longest: int = 0) -> ServiceSnapshot:
         """Returns a snapshot. `longest`: number of the longest samples in it."""
         return self._rollouts.status(Survey(count=longest, part=None))
-
-    @admits(Role.OBSERVER)
-    async def sample_log(self, name: str) -> SampleLog | None:
-        return self._rollouts.logs.sample(name)
-
-    @admits(Role.OBSERVER)
-    async def batch_log(self, name: str) -> BatchLog | None:
-        return self._rollouts.logs.batch(name)
-
-    @admits(Role.EVALUATOR)
-    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        return await self._rollouts.sample_detail(sample_id)

@@ -5,9 +5,11 @@ reach Ray at all can run code on every node. Used by the coordinator and by clie
 """
 
 from collections.abc import Callable
+from contextlib import aclosing
 from enum import StrEnum
 from functools import wraps
-from inspect import isasyncgenfunction
+from inspect import isasyncgenfunction, isawaitable
+from typing import Any
 
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy
 
@@ -39,28 +41,47 @@ def admits(needed: Role) -> Callable:
     """
 
     def decorate(method: Callable) -> Callable:
-        if isasyncgenfunction(method):
-
-            @wraps(method)
-            async def admitted(self, role: Role, *arguments):
-                if (refused := refusal(Role(role), needed, method.__name__)) is not None:
-                    yield refused
-                    return
-                items = method(self, *arguments)
-                try:
-                    async for item in items:
-                        yield item
-                finally:
-                    await items.aclose()
-
-        else:
-
-            @wraps(method)
-            async def admitted(self, role: Role, *arguments):
-                refused = refusal(Role(role), needed, method.__name__)
-                return await method(self, *arguments) if refused is None else refused
-
-        admitted.needs = needed
-        return admitted
+        guarded = _guarded_stream if isasyncgenfunction(method) else _guarded
+        return wraps(method)(guarded(needed, method.__name__, method))
 
     return decorate
+
+
+class Passed:
+    """A guarded method of a class, see `admits`: it passes its arguments to `target(self)`, and returns its answer.
+
+    `is_stream`: the target returns an async generator.
+    """
+
+    def __init__(self, needed: Role, target: Callable[[Any], Callable], is_stream: bool = False):
+        self._needed, self._target, self._is_stream = needed, target, is_stream
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        def method(me, *arguments):
+            return self._target(me)(*arguments)
+
+        guarded = (_guarded_stream if self._is_stream else _guarded)(self._needed, name, method)
+        guarded.__name__ = name
+        setattr(owner, name, guarded)
+
+
+def _guarded(needed: Role, name: str, method: Callable) -> Callable:
+    async def guarded(self, role: Role, *arguments):
+        if (refused := refusal(Role(role), needed, name)) is not None:
+            return refused
+        answer = method(self, *arguments)
+        return await answer if isawaitable(answer) else answer
+
+    return guarded
+
+
+def _guarded_stream(needed: Role, name: str, method: Callable) -> Callable:
+    async def guarded(self, role: Role, *arguments):
+        if (refused := refusal(Role(role), needed, name)) is not None:
+            yield refused
+            return
+        async with aclosing(method(self, *arguments)) as items:
+            async for item in items:
+                yield item
+
+    return guarded

@@ -101,7 +101,7 @@ async def kill_shard(scene: Scene) -> str:
 
 async def _pool(scene: Scene) -> PoolView | None:
     """Returns the pool's view, or None if it has no figures now."""
-    view = await scene.client.pool_status()
+    view = (await scene.client.status()).pool
     return view if view is not None and view.status is not None else None
 
 

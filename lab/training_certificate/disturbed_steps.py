@@ -15,7 +15,7 @@ Disturb = Callable[[RolloutClient, str], Awaitable[str]]
 
 async def end_a_store(client: RolloutClient, batch_id: str) -> str:
     """Kills the process of a node of the KV pool, with all its KV."""
-    view = await client.pool_status()
+    view = (await client.status()).pool
     pids = stores(view) if view is not None and view.status is not None else []
     await kill(pids[:1])
     return f"killed a store of the pool in batch {batch_id}" if pids else ""

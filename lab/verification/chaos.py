@@ -198,7 +198,7 @@ async def _whole(client: RolloutClient) -> PoolView:
     """Returns the pool once its processes run and its memory is mounted; TimeoutError after HEAL_S."""
     async with asyncio.timeout(HEAL_S):
         while True:
-            view = await client.pool_status()
+            view = (await client.status()).pool
             if view.status and master(view) and stores(view) and view.status["dram_capacity_bytes"]:
                 return view
             await asyncio.sleep(0.2)

@@ -133,7 +133,7 @@ async def flip_kv_bits(client: RolloutClient, batch_id: str) -> str:
 async def lose_the_master(client: RolloutClient, batch_id: str) -> str:
     """Ends the pool's master for good, with its process, as the loss of its node would."""
     await _under_way(client, batch_id)
-    view = await client.pool_status()
+    view = (await client.status()).pool
     ended = kill_actors("-kv-", but="-store-")
     if view is not None and view.status is not None and view.status["master_pid"]:
         os.kill(view.status["master_pid"], signal.SIGKILL)

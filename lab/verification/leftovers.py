@@ -54,7 +54,7 @@ async def _roll(client: RolloutClient, groups, say) -> tuple[dict, int, PoolView
     async def watch() -> None:
         nonlocal most_keys
         while True:
-            view = await client.pool_status()
+            view = (await client.status()).pool
             most_keys = max(most_keys, view.status["keys"] if view.status else 0)
             await asyncio.sleep(0.2)
 
@@ -65,7 +65,7 @@ async def _roll(client: RolloutClient, groups, say) -> tuple[dict, int, PoolView
     deadline_s = time.monotonic() + SETTLE_S
     await asyncio.sleep(1.0)  # two polls: the figures must be from after the end
     while time.monotonic() < deadline_s:
-        view = await client.pool_status()
+        view = (await client.status()).pool
         if view.status and not view.status["keys"] and not view.status["dram_bytes"] + view.status["ssd_bytes"]:
             break
         await asyncio.sleep(0.2)

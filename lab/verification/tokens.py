@@ -117,7 +117,7 @@ async def groups_of(client: RolloutClient, batch: RolloutBatch) -> list[GroupRes
 
 async def pool_counts(client: RolloutClient) -> Counter[str]:
     """Returns the counts of the pool's use so far, over all replicas; none without a pool."""
-    pool = await client.pool_status()
+    pool = (await client.status()).pool
     return Counter() if pool is None else Counter(pool.counts)
 
 

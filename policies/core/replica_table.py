@@ -196,10 +196,6 @@ class ReplicaTable:
         replica = self._replicas[replica_id]
         return replica.capacity_blocks * replica.block_tokens - replica.draft_tokens
 
-    def busy(self) -> int:
-        """Returns the number of replicas that run chunks."""
-        return sum(1 for replica in self._replicas.values() if replica.chunks)
-
     def running(self, replica_id: str) -> int:
         return len(self._replicas[replica_id].chunks)
 

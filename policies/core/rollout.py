@@ -13,7 +13,6 @@ Called by the live coordinator and the simulator: per tick `observe` each event,
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
@@ -30,16 +29,7 @@ from tailrace.policies.core.sample_ends import BY_ITSELF, HeldSamples, end_befor
 from tailrace.policies.core.sample_states import ENDED, HELD, WAITING
 from tailrace.policies.core.scaling import Limits, Scaling
 from tailrace.policies.core.unassigned import UnassignedGroups
-from tailrace.policies.core.validation import (
-    check_finish,
-    check_groups,
-    check_join,
-    check_lengths,
-    check_measured,
-    check_pool,
-    check_return,
-    checked_count,
-)
+from tailrace.policies.core.validation import check_event, check_finish, check_return, checked_count
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
@@ -108,10 +98,10 @@ class RolloutCore:
         """Takes one event. Raises IllegalEvent, and changes nothing, if the event is impossible."""
         if type(event) not in _HANDLERS:
             raise IllegalEvent(f"not an event: {event!r}")
+        check_event(event)
         _HANDLERS[type(event)](self, event)
 
     def _submitted(self, event: ev.SamplesSubmitted) -> None:
-        check_groups(event)
         self._buffer.check_new(event)
         new_ids = [*self._buffer.new_ids(event.groups)]
         self._waiting.check_new(new_ids)
@@ -135,18 +125,11 @@ class RolloutCore:
             return
         self._waiting.reveal(event.lengths)
 
-    def _lengths_seen(self, event: ev.LengthsSeen) -> None:
-        check_lengths(event)
-        self._lengths.remember(event.prompts)
-
     def _cancelled(self, event: ev.BatchCancelled) -> None:
         batch = self._buffer.batch(event.batch_id)
         closed = self._buffer.close(batch)
         self._cancel([sample for group in batch.groups.values() for sample in group.samples])
         self._close(batch, closed)
-
-    def _sample_cancelled(self, event: ev.SampleCancelled) -> None:
-        self._cancel([self._buffer.sample(event.sample_id)])
 
     def _cancel(self, samples: list[Sample]) -> None:
         running = set()
@@ -213,21 +196,9 @@ class RolloutCore:
                 seen(chunk)
 
     def _replica_joined(self, event: ev.ReplicaJoined) -> None:
-        check_join(event)
         self.replicas.join(event)
         self._prefetch_planner.rebuild()
         self._waiting.look_at(event.replica_id)
-
-    def _replica_measured(self, event: ev.ReplicaMeasured) -> None:
-        check_measured(event)
-        self.replicas.measure(event)
-
-    def _pool_reported(self, event: ev.PoolReported) -> None:
-        check_pool(event)
-        self._kv.report(event)
-
-    def _kv_lost(self, event: ev.KvLost) -> None:
-        self._kv.lose(event.sample_ids)
 
     def _replica_left(self, event: ev.ReplicaLeft) -> None:
         lost = self._running.lose(event.replica_id)
@@ -243,9 +214,6 @@ class RolloutCore:
                 self._try_again(sample, self._failures.lose(sample, event.replica_id), error, event.now)
             else:
                 self._wait_again(sample)
-
-    def _replicas_reserved(self, event: ev.ReplicasReserved) -> None:
-        self._scaling.reserve(event.replicas)
 
     def _weights_changed(self, event: ev.WeightsChanged) -> None:
         if event.version < self.replicas.weights_version:
@@ -454,22 +422,22 @@ class RolloutCore:
     def is_running(self, chunk_id: str) -> bool:
         return chunk_id in self._running.chunks
 
-    def ended(self, chunk_ids: Iterable[str]) -> list[str]:
-        """Returns those of the chunks that do not run any more, or never did."""
-        running = self._running.chunks
-        return [chunk_id for chunk_id in chunk_ids if chunk_id not in running]
-
     def knows_batch(self, batch_id: str) -> bool:
         """Returns whether some group of the batch has not been emitted."""
         return batch_id in self._buffer.batches
 
-    def knows_sample(self, sample_id: str) -> bool:
-        """Returns whether the sample's group has not been emitted."""
-        return sample_id in self._buffer.samples
-
-    def is_copy(self, chunk_id: str) -> bool:
-        """Returns whether a running chunk is a copy that races with its original."""
-        return self._running.chunks[chunk_id].copy_of is not None
+    def is_late(self, event: ev.Event) -> bool:
+        """Returns whether the subject of an event has already ended: a lost replica's chunk, an emitted batch."""
+        match event:
+            case ev.ChunkFinished() | ev.ChunkFailed():
+                return not self.is_running(event.chunk_id)
+            case ev.ReplicaLeft() | ev.ReplicaMeasured():
+                return event.replica_id not in self.replicas
+            case ev.BatchCancelled():
+                return not self.knows_batch(event.batch_id)
+            case ev.SampleCancelled():
+                return event.sample_id not in self._buffer.samples
+        return False
 
     def counts_tokens(self, event: ev.ChunkFinished) -> bool:
         """Returns whether the tokens of a running chunk count for its sample at this end."""
@@ -504,9 +472,7 @@ class RolloutCore:
         return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
 
     def queued(self) -> Counter[int]:
-        """Returns the number of queued samples, by the priority of their batch. With several priorities O(queued
-        samples).
-        """
+        """Returns the number of queued samples by priority. O(queued samples) with several priorities."""
         priorities = {batch.priority for batch in self._buffer.batches.values()}
         if len(priorities) > 1:
             return self._waiting.by_priority()
@@ -516,18 +482,18 @@ class RolloutCore:
 _HANDLERS = {
     ev.SamplesSubmitted: RolloutCore._submitted,
     ev.LengthsRevealed: RolloutCore._revealed,
-    ev.LengthsSeen: RolloutCore._lengths_seen,
+    ev.LengthsSeen: lambda core, event: core._lengths.remember(event.prompts),
     ev.BatchCancelled: RolloutCore._cancelled,
-    ev.SampleCancelled: RolloutCore._sample_cancelled,
+    ev.SampleCancelled: lambda core, event: core._cancel([core._buffer.sample(event.sample_id)]),
     ev.SampleReturned: RolloutCore._returned,
     ev.ChunkFinished: RolloutCore._chunk_finished,
     ev.ChunkFailed: RolloutCore._chunk_failed,
     ev.TokensStreamed: RolloutCore._tokens_streamed,
     ev.ReplicaJoined: RolloutCore._replica_joined,
     ev.ReplicaLeft: RolloutCore._replica_left,
-    ev.ReplicasReserved: RolloutCore._replicas_reserved,
+    ev.ReplicasReserved: lambda core, event: core._scaling.reserve(event.replicas),
     ev.WeightsChanged: RolloutCore._weights_changed,
-    ev.ReplicaMeasured: RolloutCore._replica_measured,
-    ev.PoolReported: RolloutCore._pool_reported,
-    ev.KvLost: RolloutCore._kv_lost,
+    ev.ReplicaMeasured: lambda core, event: core.replicas.measure(event),
+    ev.PoolReported: lambda core, event: core._kv.report(event),
+    ev.KvLost: lambda core, event: core._kv.lose(event.sample_ids),
 }

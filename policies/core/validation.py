@@ -17,6 +17,7 @@ from tailrace.policies.core.sample_states import HELD
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import (
     ChunkFinished,
+    Event,
     IllegalEvent,
     LengthsSeen,
     PoolReported,
@@ -135,3 +136,18 @@ def checked_home(policy: Any, answer: object, ready: Collection[str]) -> str | N
     if answer is None or answer in ready:
         return answer
     raise WrongAnswer(policy, "bind", answer, "None or the id of a ready replica")
+
+
+_CHECKS = {
+    SamplesSubmitted: check_groups,
+    LengthsSeen: check_lengths,
+    ReplicaJoined: check_join,
+    ReplicaMeasured: check_measured,
+    PoolReported: check_pool,
+}
+
+
+def check_event(event: Event) -> None:
+    """Raises IllegalEvent if an event is impossible whatever the core holds."""
+    if (check := _CHECKS.get(type(event))) is not None:
+        check(event)

@@ -130,9 +130,7 @@ class CostAware(BaseModel):
         return 1 + int(performance.fetch_base_s / (compute_s - fetch_s))
 
     def _kv_s(self, sample: SampleView, there: Performance) -> float:
-        """Returns the seconds until a replica of this performance, on which the sample did not run last, has the KV of
-        its context.
-        """
+        """Returns the seconds until a replica of this performance, new to the sample, has the KV of its context."""
         context = sample.prompt_tokens + sample.generated_tokens
         compute_s = context * there.prefill_token_s
         least = self.min_pull_tokens(there)

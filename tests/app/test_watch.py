@@ -15,7 +15,7 @@ from tailrace.app.cli import run
 from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
 from tailrace.app.watch.tables import pool_line, troubles, view
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
-from tailrace.deployments.coordinator.snapshot_parts import replica_statuses, sample_statuses
+from tailrace.deployments.coordinator.snapshot import replica_statuses, sample_statuses
 from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.chunk import EngineStats

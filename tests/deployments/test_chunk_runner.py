@@ -89,6 +89,11 @@ def run(answer, of: LiveBatch | None = None):
     return asyncio.run(once())
 
 
+def write(made) -> None:
+    """Appends the tokens to their sample, as the coordinator's loop does."""
+    made.sample.append(made.start, made.result, made.replica_id, made.weights_digest, made.adapter_digest)
+
+
 def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     of = batch()
     event, made = run(RESULT, of)
@@ -98,7 +103,7 @@ def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     )  # fmt: skip
     sample = of.samples["b/p#0"]
     assert sample.tokens == 0 and sample.started_s == 2.5
-    made.write()
+    write(made)
     assert sample.tokens == 2
 
 
@@ -181,7 +186,7 @@ def test_an_impossible_result_fails_the_chunk(changes, problem):
 def test_the_segment_names_the_content_of_the_weights():
     of = batch()
     _, made = run(RESULT, of)
-    made.write()
+    write(made)
     (segment,) = of.samples["b/p#0"].segments
     assert (segment.weights_version, segment.weights_digest) == (3, "digest")
 

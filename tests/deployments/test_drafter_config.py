@@ -26,7 +26,8 @@ PLANNING = {"name": "Coordinator", "user_config": {"policies": {"draft_models": 
         ({}, ({"name": "Drafter"},), "args.drafter is null"),
         ({}, (PLANNING,), "policies.draft_models planned needs args.drafter"),
         ({"drafter": {"model": "m", "windw": 3}}, (), "windw"),
-        ({"drafter": {"model": "m", "window": 0}}, (), "greater than or equal to 1"),
+        ({"drafter": {"model": "m", "window": 8}}, (), "drafter.window: no longer a key; remove it: it is fixed at 4"),
+        ({"drafter": {"model": "m", "mode": "coupled"}}, (), "drafter.mode: no longer a key; remove it: it is"),
     ],
 )
 def test_what_cannot_work_is_refused(args, deployments, said):

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from tailrace.app.calls.session import prompt_name
 from tailrace.app.gateway.requests import TokensRequest
 from tailrace.deployments.batches.held_samples import HeldRecords
+from tailrace.deployments.batches.model_folder import names_media
 from tailrace.deployments.batches.open_batch import GroupIdentity
-from tailrace.deployments.batches.prompts import Prompts, names_media
+from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.records import GroupRecord, SampleRecord
 from tailrace.deployments.features import wire
 from tailrace.deployments.features.encoder import encode_alone

@@ -11,7 +11,7 @@ from test_rollout_cases import core_of, finish, submit, tick
 
 from tailrace.app.board.news import news
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
-from tailrace.deployments.coordinator.snapshot_parts import replica_statuses, sample_statuses
+from tailrace.deployments.coordinator.snapshot import replica_statuses, sample_statuses
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.deltas import KEPT, Deltas, change, fold
 from tailrace.deployments.feed.feed import LOOKS_SHARE, Feed

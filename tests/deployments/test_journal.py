@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,41 +183,46 @@ def test_begun_samples_are_read_back():
     assert journal.entries[0].groups == (spec,) and replay(journal) is None
 
 
-def holder_of(version: int) -> CoreHolder:
+def holder_of(version: int, now: Callable[[], float]) -> CoreHolder:
     """With a core under these weights, which the next ones keep."""
-    holder = CoreHolder(Policies())
+    holder = CoreHolder(Policies(), now)
     holder.present.observe(ev.WeightsChanged(0.0, version))
     return holder
 
 
 def test_a_journal_of_a_driver_that_dies_ends_and_frees_its_memory():
-    holder = holder_of(3)
-    assert holder.journal(True, now=0.0) is None
+    clock = [0.0]
+    holder = holder_of(3, lambda: clock[0])
+    assert holder.journal(True) is None
     holder.exchange(())
-    holder.renew_journal(40.0)
-    holder.expire_journal(40.0 + LEASE_S)
+    clock[0] = 40.0
+    holder.renew_journal()
+    clock[0] = 40.0 + LEASE_S
+    holder.expire_journal()
     told(holder.present)
     assert len(read_journal(holder.present.journal().splitlines()).entries) > 3, "its driver lives"
-    holder.expire_journal(40.1 + LEASE_S)
+    clock[0] = 40.1 + LEASE_S
+    holder.expire_journal()
     holder.present.observe(ev.WeightsChanged(9.0, 7))  # other batches are in flight
     kept = read_journal(holder.present.journal().splitlines())
     assert kept.entries == () and kept.dropped > 4
     assert not holder.due, "batches of other drivers would wait until it is exchanged"
-    holder.renew_journal(50.0 + LEASE_S)  # too late
+    clock[0] = 50.0 + LEASE_S
+    holder.renew_journal()  # too late
     holder.set_limits(None)
     holder.exchange(())
     assert not isinstance(holder.present, JournaledCore)
 
 
 def test_a_journal_that_was_taken_keeps_nothing_while_its_core_lives_on():
-    holder = holder_of(3)
-    holder.journal(True, now=0.0)
+    holder = holder_of(3, lambda: 0.0)
+    holder.journal(True)
     holder.exchange(())
     told(holder.present)
-    written = read_journal(holder.journal(False, now=1.0).splitlines())
+    written = read_journal(holder.journal(False).splitlines())
     assert written.entries and replay(written) is None
     holder.present.observe(ev.KvLost(9.0, None))
     assert read_journal(holder.present.journal().splitlines()).entries == ()
-    assert holder.journal(True, now=2.0) is None, "it is another driver's, which has taken it"
+    assert holder.journal(True) is None, "it is another driver's, which has taken it"
     holder.exchange(())
     assert len(read_journal(told(holder.present).journal().splitlines()).entries) > 3

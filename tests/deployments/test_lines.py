@@ -167,7 +167,7 @@ def test_a_cancelled_call_aborts_its_chunk_and_an_abort_is_passed_on():
 def test_a_closed_line_loses_its_chunks_and_a_missing_one_takes_none():
     async def story(setting):
         call = asyncio.ensure_future(setting.lines.run("r1", CHUNK))
-        while not setting.engine.chunks or setting.lines._lines["r1"].end.owes:
+        while not setting.engine.chunks or setting.lines._lines["r1"].end._unacknowledged:
             await asyncio.sleep(0.01)
         setting.lines.close("r1", "it has died")
         with pytest.raises(ReplicaLost, match="it has died") as caught:

@@ -18,9 +18,8 @@ from test_rollout_cases import finish, join, submit, tick
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prepared
-from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
-from tailrace.deployments.coordinator.snapshot_parts import replica_statuses
+from tailrace.deployments.coordinator.snapshot import replica_statuses
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkResult, EngineStats
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import PoolView, ReplicaStatus, ServiceSnapshot
@@ -167,7 +166,7 @@ def test_a_chunk_that_is_written_elsewhere_is_a_move_by_the_way_of_its_kv():
     sample = of_batch.samples["b/p#0"]
 
     def write(start, replica, one):
-        totals.wrote(one, MadeTokens(of_batch, sample, start, one, replica, "digest", "").write())
+        totals.wrote(one, sample.append(start, one, replica, "digest"))
 
     for start, (replica, pulled) in enumerate((("a", 0), ("a", 5), ("b", 5), ("a", 0), ("a", 0))):
         write(start, replica, result(tokens=1, pulled_tokens=pulled))

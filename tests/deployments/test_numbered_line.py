@@ -18,7 +18,7 @@ def exchange(seed: int, count: int = 40) -> tuple[list[bytes], list[bytes]]:
             if payload:
                 got[1 - sender].append(payload)
 
-    while any(left) or any(end.owes for end in ends):
+    while any(left) or any(end._unacknowledged for end in ends):
         now_s += rng.random()
         for sender in (0, 1):
             if left[sender]:
@@ -44,7 +44,7 @@ def test_nothing_is_sent_again_before_its_time_or_after_its_acknowledgement():
     assert here.overdue(1.0 + RESEND_S) == [frame]
     assert there.take(frame, 2.0) == b"a" and there.take(frame, 2.0) is None
     here.take(there.frame(b""), 3.0)
-    assert here.has_come(number) and not here.owes and here.overdue(100.0) == []
+    assert here.has_come(number) and not here._unacknowledged and here.overdue(100.0) == []
 
 
 def test_messages_are_sent_again_once_in_each_time_and_a_new_one_begins_its_own():

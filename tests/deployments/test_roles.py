@@ -2,13 +2,14 @@
 
 import ast
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import PoliciesRejected
-from tailrace.deployments.messages.roles import Role, admits
+from tailrace.deployments.messages.roles import Passed, Role, admits
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
@@ -31,12 +32,18 @@ SERVES_OWN = {"reconfigure", "record_autoscaling_stats", "ended_loops", "check_h
 
 
 def public_methods() -> dict[str, list[str]]:
-    """The coordinator's and its base's, with their decorators as text. Read from source: a pure test loads no Ray."""
+    """The coordinator's and its base's, with their guards as text. Read from source: a pure test loads no Ray."""
     trees = [ast.parse(path.read_text()) for path in COORDINATOR]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     assert [one.name for one in classes] == ["Coordinator", "WatchCalls"]
-    methods = (node for one in classes for node in one.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {node.name: list(map(ast.unparse, node.decorator_list)) for node in methods if node.name[0] != "_"}
+    found = {}
+    for node in (node for one in classes for node in one.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found[node.name] = list(map(ast.unparse, node.decorator_list))
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            assert ast.unparse(node.value.func) == "Passed"
+            found[node.targets[0].id] = [f"admits({ast.unparse(node.value.args[0])})"]
+    return {name: guards for name, guards in found.items() if name[0] != "_"}
 
 
 def test_every_call_of_the_coordinator_names_the_role_it_needs():
@@ -69,35 +76,46 @@ class Ingress:
         finally:
             self.closed = True
 
+    def put(self, value: int) -> int:
+        self.done.append(value)
+        return value
+
+    passed_write = Passed(Role.TRAINER, lambda me: partial(me.write, Role.TRAINER))
+    passed_put = Passed(Role.TRAINER, lambda me: me.put)
+    passed_read = Passed(Role.EVALUATOR, lambda me: partial(me.read, Role.TRAINER), is_stream=True)
+
 
 async def all_of(items) -> list:
     return [item async for item in items]
 
 
+@pytest.mark.parametrize("name", ["write", "passed_write", "passed_put"])
 @pytest.mark.parametrize("role", list(Role))
-def test_a_call_is_done_only_if_the_role_includes_it(role):
+def test_a_call_is_done_only_if_the_role_includes_it(role, name):
     ingress = Ingress()
-    answer = asyncio.run(ingress.write(role, 3))
+    answer = asyncio.run(getattr(ingress, name)(role, 3))
     if role is Role.TRAINER:
         assert answer == 3 and ingress.done == [3]
     else:
-        assert answer == not_admitted(f"write needs role trainer, and this client is {role.value}")
+        assert answer == not_admitted(f"{name} needs role trainer, and this client is {role.value}")
         assert ingress.done == []
 
 
+@pytest.mark.parametrize("name", ["read", "passed_read"])
 @pytest.mark.parametrize("role", list(Role))
-def test_a_stream_yields_its_items_or_the_refusal_alone(role):
+def test_a_stream_yields_its_items_or_the_refusal_alone(role, name):
     ingress = Ingress()
-    items = asyncio.run(all_of(ingress.read(role, 2)))
+    items = asyncio.run(all_of(getattr(ingress, name)(role, 2)))
     if role is Role.OBSERVER:
-        assert items == [not_admitted("read needs role evaluator, and this client is observer")] and not ingress.done
+        assert items == [not_admitted(f"{name} needs role evaluator, and this client is observer")] and not ingress.done
     else:
         assert items == [0, 1] and ingress.closed
 
 
-def test_closing_a_guarded_stream_closes_the_one_inside():
+@pytest.mark.parametrize("name", ["read", "passed_read"])
+def test_closing_a_guarded_stream_closes_the_one_inside(name):
     async def leave(ingress: Ingress) -> None:
-        items = ingress.read(Role.TRAINER, 10)
+        items = getattr(ingress, name)(Role.TRAINER, 10)
         assert await anext(items) == 0
         await items.aclose()
         assert ingress.closed

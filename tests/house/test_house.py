@@ -228,4 +228,4 @@ def calls_of(tree: ast.Module, name: str) -> int:
 
 def test_a_snapshot_has_one_builder():
     built = {name: count for name in EVERY if (count := calls_of(tree_of(name), "ServiceSnapshot"))}
-    assert built == {"deployments/coordinator/rollouts.py": 1}
+    assert built == {"deployments/coordinator/snapshot.py": 1}

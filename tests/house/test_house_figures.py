@@ -1,5 +1,7 @@
 """Bounds on what scripts/house.py counts: definitions of one verb, collaborators of one object, files on the path."""
 
+import re
+
 import pytest
 from test_imports import ROOT
 
@@ -8,6 +10,10 @@ MAX_DEFINITIONS = 3
 
 MAX_COLLABORATORS = 8
 MAX_PATH_FILES = 20
+MAX_PATH_LINES = 4_700
+
+MAX_MOVES = {"tokens": 31, "logprobs": 4, "http": 40, "weights": 45}
+"""Of the lists in docs/life_of_a_sample.md. A sample's tokens made 56 moves."""
 
 
 @pytest.fixture
@@ -34,3 +40,15 @@ def test_no_constructor_has_more_collaborators(house):
 def test_the_way_of_a_sample_stays_short(house):
     way = house.path()
     assert 10 < len(way) <= MAX_PATH_FILES and all(way.values())
+    assert sum(way.values()) <= MAX_PATH_LINES
+
+
+def test_the_moves_that_are_written_down_go_from_file_to_file(house):
+    ways = house.ways()
+    assert {name: one["moves"] for name, one in ways.items() if one["moves"] > MAX_MOVES[name]} == {}
+    assert ways.keys() == MAX_MOVES.keys()
+    known = {path.relative_to(ROOT).as_posix() for folder in house.PRODUCT for path in house.sources(folder)}
+    page = (ROOT / "docs" / "life_of_a_sample.md").read_text()
+    for text in re.findall(r"^```way \w+\n(.*?)^```", page, re.S | re.M):
+        for name in {one.strip() for one in text.split(">")}:
+            assert len([path for path in known if path.endswith(f"/{name}.py")]) == 1, name

@@ -8,7 +8,6 @@ import pytest
 from test_metrics import batch, result
 
 from tailrace.app.cli import run
-from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.lab.benchmarks.observability.totals import NoTotals, TimedTotals
 from tailrace.lab.benchmarks.observability.tracing_cost import collector
@@ -50,8 +49,7 @@ def told(totals: EndTotals) -> EndTotals:
     sample = of_batch.samples["b/p#0"]
     for start, replica in ((0, "a"), (2, "b")):
         totals.chunk_came(result())
-        moved = MadeTokens(of_batch, sample, start, result(), replica, "", "").write()
-        totals.wrote(result(), moved)
+        totals.wrote(result(), sample.append(start, result(), replica))
     totals.sample_ended(SampleEnd.LENGTH)
     totals.settle()
     assert sample.tokens == 4, "tokens are written whatever is counted"

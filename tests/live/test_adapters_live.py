@@ -51,7 +51,7 @@ def test_chunks_that_move_and_meet_in_batches_change_nothing(served):
     assert tokens_of(groups) == expected and len({str(expected[str(name)]) for name in NAMES}) == len(NAMES)
     samples = [sample for group in groups for sample in group.samples]
     assert any(len({part.replica_id for part in sample.segments}) == 2 for sample in samples)
-    assert client.pool_status_blocking().counts["pool_tokens"] > 0
+    assert client.status_blocking().pool.counts["pool_tokens"] > 0
     digests = {one.name: one.digest for one in client.adapters_blocking()}
     for group in groups:
         found = {part.adapter_digest for sample in group.samples for part in sample.segments}

@@ -89,7 +89,7 @@ async def roll(client: RolloutClient, name: str, policies: Policies, **more) -> 
 
 async def reported(client: RolloutClient) -> dict:
     await asyncio.sleep(1.5)  # three polls
-    return (await client.pool_status()).counts
+    return (await client.status()).pool.counts
 
 
 def moving(prefetch: str) -> Policies:
@@ -106,7 +106,7 @@ async def ahead(client: RolloutClient) -> dict:
 
 
 def test_kv_travels_ahead_to_the_node_where_its_sample_goes_on(client):
-    status = run(client.pool_status()).status
+    status = run(client.status()).pool.status
     assert len({node["node_id"] for node in status["store_nodes"]}) == 2
     plain = run(roll(client, "plain", moving("off")))
     before = run(reported(client))
@@ -122,7 +122,7 @@ def test_kv_travels_ahead_to_the_node_where_its_sample_goes_on(client):
 async def mounted(client: RolloutClient, but_not_at: str = "") -> dict:
     """The pool's status once its master is at another address and both stores are mounted there."""
     while True:
-        status = (await client.pool_status()).status
+        status = (await client.status()).pool.status
         moved = status is not None and status["master_address"] != but_not_at
         if moved and sum(bool(node["segment"]) for node in status["store_nodes"]) == 2:
             return status
@@ -146,7 +146,7 @@ async def store_leaves(client: RolloutClient, store) -> dict:
             await store.leave.remote()
             await asyncio.sleep(0.2)
     while True:
-        status = (await client.pool_status()).status
+        status = (await client.status()).pool.status
         if status is not None and status["left_stores"]:
             return status
         await asyncio.sleep(0.2)
@@ -155,7 +155,7 @@ async def store_leaves(client: RolloutClient, store) -> dict:
 async def store_changes(client: RolloutClient, store) -> tuple[dict, dict]:
     """The groups of a rollout in which a store leaves and comes back, and the pool's status after it has left."""
     rolling = asyncio.ensure_future(roll(client, "changed", moving("off"), **LONG))
-    while not ((await client.pool_status()).status or {}).get("keys"):
+    while not ((await client.status()).pool.status or {}).get("keys"):
         await asyncio.sleep(0.1)
     status = await store_leaves(client, store)
     return await rolling, status

@@ -121,9 +121,9 @@ def test_a_refused_copy_ends_its_sample_only_where_it_has_the_same_tokens(exactn
 
 
 def test_the_next_core_and_a_journal_have_the_level():
-    holder = CoreHolder(Policies())
+    holder = CoreHolder(Policies(), lambda: 0.0)
     holder.set_exactness("law")
-    holder.journal(True, 0.0)
+    holder.journal(True)
     holder.exchange(())
     assert isinstance(holder.present, JournaledCore)
     assert read_journal(holder.present.journal().splitlines()).exactness == "law"

@@ -69,7 +69,7 @@ def test_held_kv_is_released_at_its_time_and_not_before():
     end, kv, prompt, emit = tick(core, now=60.0)
     assert (end.end, end.reason) == (SampleEnd.LENGTH, "no further turn in 60 s")
     assert (kv.sample_id, kv.cause, prompt.sample_id) == ("g#0", ReleaseCause.ENDED, None)
-    assert not core.knows_sample("g#0") and isinstance(emit, EmitGroup)
+    assert core.sample("g#0") is None and isinstance(emit, EmitGroup)
     with pytest.raises(IllegalEvent, match="g#0' is not here"):
         returned(core)
 

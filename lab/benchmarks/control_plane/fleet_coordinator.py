@@ -166,7 +166,7 @@ class FleetDriver:
 
     async def _read(self, name: str, groups: tuple[PromptGroup, ...]) -> None:
         message, self._taken[name] = RolloutBatch(batch_id=name, groups=groups), 0
-        async for group in self._rollouts.rollout(message, driver=name):
+        async for group in self._rollouts.deliveries.read(message, name, ()):
             if isinstance(group, Rejected):
                 self.problems.append(group.reason)
                 break

@@ -85,7 +85,7 @@ class Observed:
 
     @asynccontextmanager
     async def _all(self) -> AsyncIterator[None]:
-        self._rollouts.count_by(self._timed)
+        self._count_by(self._timed)
         watching = asyncio.ensure_future(self.reader.run())
         await asyncio.sleep(JOIN_S)
         exporting = asyncio.ensure_future(self.export.run())
@@ -94,13 +94,16 @@ class Observed:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        self._rollouts.count_by(self._own)
+        self._count_by(self._own)
 
     @asynccontextmanager
     async def _nothing(self) -> AsyncIterator[None]:
-        self._rollouts.count_by(self._none)
+        self._count_by(self._none)
         yield
-        self._rollouts.count_by(self._own)
+        self._count_by(self._own)
+
+    def _count_by(self, totals) -> None:
+        self._rollouts.totals = self._rollouts._runner.totals = totals
 
     def _sums(self) -> QuietWindow:
         sums = self._timed.took_s, sum(self.read.took_s), self._tracing.worked_s, sum(self.looks.took_s)

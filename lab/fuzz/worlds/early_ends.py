@@ -166,7 +166,7 @@ class EarlyEnds:
     def _in_core(self, session: str) -> list[tuple[str, SampleRecord]]:
         """Returns the samples of a session that have not ended, with their records."""
         rollouts = self._cluster.coordinator.rollouts
-        batches = [one for one in rollouts._batches.all() if one.message.batch_id == session]
+        batches = [one for one in rollouts.batches.all() if one.message.batch_id == session]
         known = {name: record for batch in batches for name, record in batch.samples.items()}
         core = {one.sample_id: one.state for one in rollouts.core_holder.present.samples()}
         return [(name, record) for name, record in known.items() if core.get(name, ENDED) is not ENDED]

@@ -127,4 +127,4 @@ class OddTurns:
         rollouts = self._cluster.coordinator.rollouts
         found = [one.sample_id for one in rollouts.core_holder.present.samples() if one.state is HELD]
         own = [name for name in found if name.partition("/")[0].rpartition("~")[0] == session]
-        return {rollouts._batches.of(name).samples[name].index for name in own}
+        return {rollouts.batches.of(name).samples[name].index for name in own}

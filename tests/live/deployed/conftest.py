@@ -13,7 +13,7 @@ from tailrace.lab.verification.leftovers import processes_of
 @pytest.fixture(scope="package")
 def client(model_dir):
     with service(load_config(), None) as client:
-        master = until(lambda: asyncio.run(client.pool_status()).status)["master_address"]
+        master = until(lambda: asyncio.run(client.status()).pool.status)["master_address"]
         assert processes_of(master)
         yield client
     until(lambda: not processes_of(master))

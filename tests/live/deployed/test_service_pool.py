@@ -57,7 +57,7 @@ async def settled(client: RolloutClient, pool_tokens: int = 0):
     """The pool as it is once it is empty and so many tokens were pulled from it, or after WAIT_S."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
-        view = await client.pool_status()
+        view = (await client.status()).pool
         empty = view.status and not view.status["keys"] + view.status["dram_bytes"]
         if (empty and view.counts.get("pool_tokens", 0) >= pool_tokens) or time.monotonic() > deadline_s:
             return view
@@ -150,7 +150,7 @@ def test_a_replica_that_starts_late_has_the_current_weights_before_it_is_used(cl
 
 def test_the_pool_can_be_drained_under_way(client):
     async def keys() -> int | None:
-        status = (await client.pool_status()).status
+        status = (await client.status()).pool.status
         return status and status["keys"]
 
     async def both():

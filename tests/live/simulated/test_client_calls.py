@@ -62,13 +62,6 @@ def test_a_call_is_the_coordinator_s_and_so_is_its_answer(name):
     assert service.asked == [(name, Role.OBSERVER, *CALLS[name])]
 
 
-def test_the_longest_samples_are_those_of_a_snapshot():
-    service = Service(status=[SimpleNamespace(longest=("s",), pool="p")] * 2)
-    client = client_of(service)
-    assert run(client.longest_samples(7)) == ("s",) and run(client.pool_status()) == "p"
-    assert service.asked == [("status", Role.TRAINER, 7), ("status", Role.TRAINER, 0)]
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_a_role_without_the_right_is_an_error(name):
     service = Service(**{name: [Rejected(reason="observers may not", by=RejectedBy.ROLE)]})

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scripted_service import Service, client_of, loaded, run
 
-from tailrace.app.calls import client
-from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls import staged_weights
 from tailrace.app.calls.refused import (
     WeightsRejected,
 )
@@ -44,8 +43,8 @@ def slots(tmp_path, monkeypatch) -> Slots:
     from tailrace.deployments.staging import keeper
 
     slots, kept = Slots("app-0", tmp_path), []
-    monkeypatch.setattr(client, "Slots", lambda name: Slots(name, tmp_path))
-    monkeypatch.setattr(RolloutClient, "_slots_name", lambda self: "app-0")
+    monkeypatch.setattr(staged_weights, "Slots", lambda name: Slots(name, tmp_path))
+    monkeypatch.setattr(staged_weights.Staging, "_name", lambda self: "app-0")
     monkeypatch.setattr(keeper, "keep_slots", lambda *given: kept.append(given))
     object.__setattr__(slots, "kept", kept)
     return slots

@@ -22,7 +22,7 @@ async def whole(client, batch=BATCH) -> list:
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_service_shows_its_pool_s_figures_and_keys_and_lets_go_of_what_has_ended(play, pooled):
     async def story(cluster, client):
-        manager, released = cluster.coordinator.rollouts._kv_pool_manager, []
+        manager, released = cluster.coordinator.rollouts.kv_pool_manager, []
         if pooled:
             real = manager.release
             manager.release = lambda batch, action: (released.append(action), real(batch, action))
@@ -85,10 +85,10 @@ def test_replicas_are_reserved_by_a_whole_number_that_is_not_negative(play):
         for wrong in (-1, True, "2", 1.5, None):
             with pytest.raises(ValueError, match="give an integer, 0 or more"):
                 rollouts.reserve(wrong)
-        assert len(rollouts._loop) == 0
+        assert len(rollouts.loop) == 0
         for right in (0, 2):
             rollouts.reserve(right)
-        assert [event.replicas for event, _ in rollouts._loop.take()] == [0, 2]
+        assert [event.replicas for event, _ in rollouts.loop.take()] == [0, 2]
 
     play(story)
 
@@ -96,11 +96,11 @@ def test_replicas_are_reserved_by_a_whole_number_that_is_not_negative(play):
 def test_looks_are_rarer_where_few_replicas_report_and_never_rarer_than_their_reports(play):
     async def story(cluster, client):
         rollouts = cluster.coordinator.rollouts
-        report_s, real = rollouts._engines.report_s, rollouts._registry.joined
+        report_s, real = rollouts._engines.report_s, rollouts.registry.joined
         for replicas, share in ((0, 1.0), (1, 1.0), (LOOK_REPORTS, 1.0), (4 * LOOK_REPORTS, 0.25)):
-            rollouts._registry.joined = dict.fromkeys(map(str, range(replicas)))
+            rollouts.registry.joined = dict.fromkeys(map(str, range(replicas)))
             assert rollouts._look_s() == pytest.approx(share * report_s)
-        rollouts._registry.joined = real
+        rollouts.registry.joined = real
 
     play(story)
 

@@ -78,15 +78,15 @@ def test_tokens_are_written_if_the_core_counts_their_chunk_and_not_if_another_co
             batch=SimpleNamespace(progress_s=0.0),
             result=SimpleNamespace(weights_version=0, token_ids=(), pulled_tokens=0),
         )
-        finished = ChunkFinished(rollouts.now(), "c", 0, ChunkEnd.LENGTH, 0)
+        finished = ChunkFinished(rollouts.loop.now(), "c", 0, ChunkEnd.LENGTH, 0)
         for counts, expected in ((False, []), (True, ["tokens"])):
             fake = {"is_running": lambda _: True, "counts_tokens": lambda _, so=counts: so, "observe": lambda _: None}
             rollouts.core_holder.present = SimpleNamespace(**fake)
-            rollouts._trails.observe = lambda event: None
-            rollouts._loop.tell(finished, made)
+            rollouts.trails.observe = lambda event: None
+            rollouts.loop.tell(finished, made)
             rollouts._observe()
             assert written == expected
         rollouts.core_holder.present = core
-        del rollouts._trails.observe
+        del rollouts.trails.observe
 
     play(story)

@@ -1,19 +1,76 @@
-"""Parts of a snapshot: replicas (the core's books joined with their own reports), samples, and why no chunk runs.
+"""A snapshot of the service: the coordinator's books joined with the replicas' own reports.
 
-Pure: books in, messages out. Called by `Rollouts.status` alone.
+Invariant: it reads the parts of `Rollouts`, and changes none. Called by `Rollouts` alone.
 """
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
-from tailrace.deployments.feed.survey import tokens_of, why_of
+from tailrace.deployments.feed.survey import Survey, tokens_of, why_of
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.chunk import EngineStats
-from tailrace.deployments.messages.status import ReplicaStatus, SampleStatus
+from tailrace.deployments.messages.status import ReplicaStatus, SampleStatus, ServiceSnapshot
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Sample
 from tailrace.policies.core.rollout import RolloutCore
+
+if TYPE_CHECKING:  # it imports this file
+    from tailrace.deployments.coordinator.rollouts import Rollouts
+
+
+def service_snapshot(rollouts: "Rollouts", survey: Survey) -> ServiceSnapshot:
+    """See `Rollouts.status`."""
+    core, now_s, weights, target = rollouts.core, rollouts.loop.now(), rollouts.weights, rollouts.replica_target
+    counts, pool, context = core.counts(), rollouts.kv_pool_manager, rollouts.context
+    survey.look(core)
+    return ServiceSnapshot(
+        coordinator_s=now_s,
+        waiting=counts["waiting"],
+        running=counts["running"],
+        held=counts["held"],
+        queued=core.queued(),
+        waiting_for=survey.waiting,
+        longest=sample_statuses(core, survey.longest(), rollouts.trails),
+        batches=rollouts.batches.statuses(rollouts.unix_s, survey.tokens),
+        replicas=replica_statuses(core, rollouts.registry, now_s),
+        wanted=target.wanted,
+        wanted_why=target.reason,
+        observed_s=now_s - min(rollouts.registry.observed_at.values(), default=now_s),
+        waits_for=waits_for(core.replicas, bool(rollouts.batches), weights.problem, rollouts.admission.held),
+        policies=core.policies.model_dump(),
+        weights_version=weights.version,
+        weights_digest=weights.digest,
+        weights_source=weights.source,
+        weights_problem=weights.problem or "",
+        pool=None if pool is None else pool.view(),
+        context=None if context is None else context.counts(),
+        held_bytes=rollouts.deliveries.held_bytes(),
+        at_admission=rollouts.admission.waiting,
+        model=rollouts.prompts.model,
+        max_model_len=rollouts.prompts.max_model_len,
+        exactness=rollouts.core_holder.exactness,
+        paused=rollouts.admission.is_paused,
+        asleep=rollouts.sleep.tags,
+        adapters=rollouts.adapters.book.all(),
+        contained=rollouts.contained + rollouts.token_log.problems,
+        acceptance=rollouts.acceptance.row(),
+        faults=rollouts.logs.faults(),
+    )
+
+
+def book_sizes(rollouts: "Rollouts") -> dict[str, int]:
+    """See `Rollouts.books`."""
+    here = {
+        "at_admission": len(rollouts.admission.waiting),
+        "deliveries": len(rollouts.deliveries),
+        "sessions": len(rollouts.sessions),
+        "events": len(rollouts.loop),
+        "tasks": len(rollouts.loop.tasks) + rollouts.deliveries.submitting + rollouts.sessions.submitting,
+        "trails": rollouts.trails.unended,
+    }
+    return rollouts.core.counts() | rollouts.batches.counts() | here
 
 
 def replica_statuses(core: RolloutCore, registry: ReplicaRegistry, now_s: float) -> tuple[ReplicaStatus, ...]:
