@@ -1,0 +1,21 @@
+"""`tailrace bench windows`: the cost of canonical windows, and the flips without and with them."""
+
+import click
+
+from tailrace.lab.benchmarks.commands.output import AS_JSON, numbers, print_result, say
+
+
+@click.command("windows")
+@click.option("--samples", default="4,16,64", show_default=True, help="Samples at once, with commas between.")
+@click.option("--windows", default="4,8,16,32,64", show_default=True, help="Rows of a window, with commas between.")
+@AS_JSON
+def command(samples, windows, as_json):
+    """What bits cost in bfloat16 on a CPU: a step in windows over one without, by samples and rows of a window.
+
+    The demo model on one core. Flips are of the same samples in two batches of other sizes. About ten minutes.
+    """
+    counts, sizes = numbers(samples, "--samples", 256), numbers(windows, "--windows", 256)
+    from tailrace.app.model import resolve_model
+    from tailrace.lab.benchmarks.engine.canonical_windows import measure
+
+    print_result(measure(str(resolve_model("demo")), counts, sizes, say), as_json)

@@ -1,0 +1,96 @@
+"""`tailrace bench windows`: what canonical windows cost a bfloat16 engine on a CPU, and the flips that they remove.
+
+Engines with windows of several sizes and one without take turns on a core, a few steps each, so that a busy machine
+slows them alike. Flips: the same samples in two batches of other sizes, compared up to their first difference.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from statistics import median
+
+import numpy as np
+
+from tailrace.app.errors import Failed
+from tailrace.deployments.vllm_exact.windows import WINDOW
+from tailrace.lab.benchmarks.engine.windowed_engine import WindowedEngine
+
+ROUNDS, STEPS = 7, 4
+PROMPTS = 3
+"""Prompts timed, whose median counts."""
+
+FLIP_SAMPLES, FLIP_TOKENS = 64, 128
+BATCHES = 64, 7
+"""Samples at once in the two runs whose tokens are compared."""
+
+
+def measure(model: str, samples: Sequence[int], windows: Sequence[int], say: Callable[[str], None]) -> dict:
+    """Returns milliseconds and cost ratios by samples and window, ratios of prompts, and flips per million tokens
+    without windows and with the product's. `model`: a folder.
+    """
+    sizes = [None, *sorted({*windows, WINDOW})]
+    engines = {size: WindowedEngine(model, max(*samples, *BATCHES), size) for size in sizes}
+    try:
+        steps = {count: _of_size(engines, count, say) for count in samples}
+        prompts = {size: median(engine.prompt_seconds() for _ in range(PROMPTS)) for size, engine in engines.items()}
+        flips = {}
+        for name, size in (("without", None), ("with", WINDOW)):
+            say(f"{FLIP_SAMPLES} samples of {FLIP_TOKENS} tokens, {name} windows: in two ways")
+            flips[name] = flipped(*(engines[size].answers(FLIP_SAMPLES, FLIP_TOKENS, many) for many in BATCHES))
+    except BrokenProcessPool:
+        raise Failed("the process of an engine did not start, or died; see what it wrote above") from None
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    return {
+        "window": WINDOW,
+        "step_ms": {count: {_name(size): _ms(taken) for size, taken in of.items()} for count, of in steps.items()},
+        "cost_ratio": {count: cost_ratios(of) for count, of in steps.items()},
+        "prompt_ratio": {size: round(prompts[size] / prompts[None], 3) for size in sizes if size},
+        "flips_per_million": {name: round(1e6 * found / of) for name, (found, of) in flips.items()},
+        "flips": {name: found for name, (found, _) in flips.items()},
+        "compared_tokens": {name: of for name, (_, of) in flips.items()},
+    }
+
+
+def _of_size(engines: dict[int | None, WindowedEngine], samples: int, say: Callable[[str], None]) -> dict:
+    """Returns the seconds of a step, by window and round."""
+    say(f"{samples} samples: {ROUNDS} rounds of {STEPS} steps")
+    for engine in engines.values():
+        engine.begin(samples)
+    taken: dict[int | None, list[float]] = {size: [] for size in engines}
+    order = list(engines)
+    for turn in range(ROUNDS):
+        first = turn % len(order)
+        for size in order[first:] + order[:first]:
+            taken[size].append(engines[size].seconds(STEPS) / STEPS)
+    for engine in engines.values():
+        engine.end()
+    return taken
+
+
+def cost_ratios(taken: dict[int | None, Sequence[float]]) -> dict[int, float]:
+    """Returns, by window, the median over the rounds of a step's time over that without windows in the same round."""
+    base = taken[None]
+    return {
+        size: round(median(one / plain for one, plain in zip(of, base, strict=True)), 3)
+        for size, of in taken.items()
+        if size is not None
+    }
+
+
+def flipped(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Returns the number of samples whose tokens part, and of tokens up to each sample's first difference."""
+    flips, compared = 0, 0
+    for a, b in zip(one, other, strict=True):
+        unlike = np.flatnonzero(a != b)
+        flips += len(unlike) > 0
+        compared += int(unlike[0]) + 1 if len(unlike) else len(a)
+    return flips, compared
+
+
+def _name(size: int | None) -> str:
+    return "without" if size is None else str(size)
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return round(1e3 * median(seconds), 2)
