@@ -169,11 +169,12 @@ if current_platform.is_cpu():
         def load_model(self, *args, **kwargs) -> None:
             windows.check_fits(self.vllm_config)
             super().load_model(*args, **kwargs)
-            windows.multiply_in_windows(self.model_runner.get_model())
+            self._windows = windows.Windows()
+            self._windows.wrap(self.model_runner.get_model())
 
         def load_weights_from(self, folder: str) -> None:
             super().load_weights_from(folder)
-            windows.multiply_in_windows(self.model_runner.get_model())
+            self._windows.wrap(self.model_runner.get_model())
 
         def initialize_from_config(self, kv_cache_config) -> None:
             super().initialize_from_config(kv_cache_config)

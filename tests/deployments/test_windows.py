@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from tailrace.deployments.vllm_exact.windows import (
+    SIZES,
     WINDOW,
     WindowedProduct,
+    Windows,
     attend_in_pieces,
     check_fits,
-    multiply_in_windows,
+    divided,
+    equal_sizes,
     pieces,
 )
 
@@ -28,29 +31,57 @@ class Counted:
         return torch.nn.functional.linear(x, weight, bias)
 
 
-@pytest.mark.parametrize("rows", [0, 1, WINDOW - 1, WINDOW, WINDOW + 1, 5 * WINDOW])
-def test_every_product_has_one_shape_and_rows_of_zeros_add_nothing(rows):
+@pytest.mark.parametrize("sizes", [(WINDOW,), (4, 16, 64)])
+@pytest.mark.parametrize("rows", [0, 1, WINDOW - 1, WINDOW, WINDOW + 1, 5 * WINDOW + 3])
+def test_every_product_has_the_shape_of_a_window_and_rows_of_zeros_add_nothing(rows, sizes):
     counted, weight, bias = Counted(), torch.randn(6, 4), torch.randn(6)
     x = torch.randn(4, rows).T  # not contiguous
-    found = WindowedProduct(counted)(x, weight, bias)
+    found = WindowedProduct(counted, sizes)(x, weight, bias)
     torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
-    assert set(counted.shapes) == {(WINDOW, 4)} if rows else found.shape == (0, 6)
-    assert len(counted.shapes) == max(1, -(-rows // WINDOW))
+    assert {shape[0] for shape in counted.shapes} <= set(sizes) and counted.shapes
     if rows:
-        assert torch.equal(WindowedProduct(Counted())(x.reshape(1, rows, 4), weight, bias)[0], found)
+        assert torch.equal(WindowedProduct(Counted(), sizes)(x.reshape(1, rows, 4), weight, bias)[0], found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "windows"),
+    [
+        (0, [4]),
+        (1, [4]),
+        (4, [4]),
+        (5, [4, 4]),
+        (6, [8]),
+        (16, [16]),
+        (40, [32, 8]),
+        (63, [64]),
+        (600, [256, 256, 64, 32]),
+    ],
+)
+def test_windows_are_few_and_nearly_full(rows, windows):
+    assert divided(rows, SIZES) == windows
+    assert divided(40, (16,)) == [16, 16, 16]
+
+
+def test_sizes_with_other_bits_are_left_out_and_a_place_that_counts_is_refused():
+    rows, weight = torch.randn(256, 32), torch.randn(32, 8)
+    assert equal_sizes(lambda x: x.double() @ weight.double() > 0, rows) == SIZES
+    assert equal_sizes(lambda x: x + (len(x) in (4, 64)), rows) == (8, 16, 32, 128, 256)
+    with pytest.raises(ValueError, match="depends on a row's place; write exactness: law"):
+        equal_sizes(lambda x: x + torch.arange(len(x))[:, None], rows)
 
 
 def test_layers_are_wrapped_once_and_again_after_a_load():
     packed, plain = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    packed.cpu_linear = torch.nn.functional.linear
-    model = torch.nn.Sequential(packed, plain)
-    multiply_in_windows(model)
-    first = packed.cpu_linear
-    multiply_in_windows(model)
+    packed.cpu_linear = counted = Counted()
+    model, windows = torch.nn.Sequential(packed, plain), Windows()
+    windows.wrap(model)
+    checked, first = len(counted.shapes), packed.cpu_linear
+    windows.wrap(model)
     assert packed.cpu_linear is first and isinstance(first, WindowedProduct) and not hasattr(plain, "cpu_linear")
-    packed.cpu_linear = torch.nn.functional.linear  # as vLLM does when it loads weights
-    multiply_in_windows(model)
+    packed.cpu_linear = counted  # as vLLM does when it loads weights
+    windows.wrap(model)
     assert isinstance(packed.cpu_linear, WindowedProduct)
+    assert len(counted.shapes) == checked + 1, "a shape of weights is checked once"
 
 
 @dataclass

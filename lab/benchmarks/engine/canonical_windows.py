@@ -11,10 +11,12 @@ from statistics import median
 import numpy as np
 
 from tailrace.app.errors import Failed
-from tailrace.deployments.vllm_exact.windows import WINDOW
 from tailrace.lab.benchmarks.engine.windowed_engine import WindowedEngine
 
 ROUNDS, STEPS = 7, 4
+OWN = 0
+"""The name of the engine's own windows, of all sizes that its check finds, among the sizes."""
+
 PROMPTS = 3
 """Prompts timed, whose median counts."""
 
@@ -25,15 +27,15 @@ BATCHES = 64, 7
 
 def measure(model: str, samples: Sequence[int], windows: Sequence[int], say: Callable[[str], None]) -> dict:
     """Returns milliseconds and cost ratios by samples and window, ratios of prompts, and flips per million tokens
-    without windows and with the product's. `model`: a folder.
+    without windows and with the engine's own. `model`: a folder.
     """
-    sizes = [None, *sorted({*windows, WINDOW})]
+    sizes = [None, OWN, *windows]
     engines = {size: WindowedEngine(model, max(*samples, *BATCHES), size) for size in sizes}
     try:
         steps = {count: _of_size(engines, count, say) for count in samples}
         prompts = {size: median(engine.prompt_seconds() for _ in range(PROMPTS)) for size, engine in engines.items()}
         flips = {}
-        for name, size in (("without", None), ("with", WINDOW)):
+        for name, size in (("without", None), ("with", OWN)):
             say(f"{FLIP_SAMPLES} samples of {FLIP_TOKENS} tokens, {name} windows: in two ways")
             flips[name] = flipped(*(engines[size].answers(FLIP_SAMPLES, FLIP_TOKENS, many) for many in BATCHES))
     except BrokenProcessPool:
@@ -42,10 +44,9 @@ def measure(model: str, samples: Sequence[int], windows: Sequence[int], say: Cal
         for engine in engines.values():
             engine.stop()
     return {
-        "window": WINDOW,
         "step_ms": {count: {_name(size): _ms(taken) for size, taken in of.items()} for count, of in steps.items()},
         "cost_ratio": {count: cost_ratios(of) for count, of in steps.items()},
-        "prompt_ratio": {size: round(prompts[size] / prompts[None], 3) for size in sizes if size},
+        "prompt_ratio": {_name(size): round(prompts[size] / prompts[None], 3) for size in sizes[1:]},
         "flips_per_million": {name: round(1e6 * found / of) for name, (found, of) in flips.items()},
         "flips": {name: found for name, (found, _) in flips.items()},
         "compared_tokens": {name: of for name, (_, of) in flips.items()},
@@ -68,11 +69,11 @@ def _of_size(engines: dict[int | None, WindowedEngine], samples: int, say: Calla
     return taken
 
 
-def cost_ratios(taken: dict[int | None, Sequence[float]]) -> dict[int, float]:
+def cost_ratios(taken: dict[int | None, Sequence[float]]) -> dict[str, float]:
     """Returns, by window, the median over the rounds of a step's time over that without windows in the same round."""
     base = taken[None]
     return {
-        size: round(median(one / plain for one, plain in zip(of, base, strict=True)), 3)
+        _name(size): round(median(one / plain for one, plain in zip(of, base, strict=True)), 3)
         for size, of in taken.items()
         if size is not None
     }
@@ -89,7 +90,7 @@ def flipped(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[int
 
 
 def _name(size: int | None) -> str:
-    return "without" if size is None else str(size)
+    return {None: "without", OWN: "own"}.get(size, str(size))
 
 
 def _ms(seconds: Sequence[float]) -> float:

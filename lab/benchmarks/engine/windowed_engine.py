@@ -24,7 +24,9 @@ VOCABULARY = 49_152
 
 
 def config_of(model: str, samples: int, window: int | None) -> EngineConfig:
-    """Returns the settings of an engine for at most `samples` at once, on one core. `window`: rows, or None for law."""
+    """Returns the settings of an engine for at most `samples` at once, on one core. `window`: rows of its windows, 0
+    for the engine's own windows of all sizes, or None for law.
+    """
     settings = {"max_running": samples, "max_model_len": 1_024, "kv_cache_gib": 1.0, "cores": 1, "dtype": "bfloat16"}
     level = "law" if window is None else "bits"
     return EngineConfig(model=model, exactness=level, draft=DraftConfig(method="off"), **settings)
@@ -89,7 +91,8 @@ class _Steps:
         from tailrace.deployments.engine.stepper import Stepper
         from tailrace.deployments.vllm_exact import windows
 
-        windows.WINDOW = window or windows.WINDOW
+        if window:
+            windows.WINDOW, windows.SIZES = window, (window,)
         self._stepper, self._names, self._begun = Stepper(config, "bench", 0, 0), [], 0
 
     def begin(self, samples: int) -> None:
