@@ -68,10 +68,13 @@ TAILS: dict[str, dict] = {
 """What freed replicas do; all else is as the configuration says. `draft` needs draft models for free places; `auto`
 races only where there is one: parts of the index are not expected to bring more than all of it."""
 
+LANES = {"lanes": {"type": "auto"}, "lengths": {"type": "belief"}}
+"""Of the run `lanes`, which is otherwise like `auto`."""
+
 WITH_SUFFIX = {"static_suffix": STATIC, "routed_suffix": ROUTED}
 """Runs whose drafts are vLLM's suffix, each on a service of its own."""
 
-NAMES = ("static", "routed", GROUPED, "seer", *TAILS, *WITH_SUFFIX)
+NAMES = ("static", "routed", GROUPED, "seer", *TAILS, "lanes", *WITH_SUFFIX)
 """Of all runs."""
 
 SETTLED_S = 5.0
@@ -163,6 +166,7 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     drafting = {key: configured[key] for key in ("drafting", "lengths")}  # which samples are late in their step
     found |= {GROUPED: Policies(**(ROUTED | drafting)), "seer": Policies(**seer)}
     found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
+    found["lanes"] = Policies(**(configured | TAILS["auto"] | LANES))
     drafter = file.application.args.drafter
     if drafter is None or not drafter.replicas.come_and_go:
         del found["draft"]
