@@ -58,7 +58,7 @@ class Windows:
     """The windows of a model. Each shape of a weight is checked once."""
 
     def __init__(self):
-        self._sizes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._sizes: dict[tuple[int, int, bool], tuple[int, ...]] = {}
 
     def wrap(self, model: torch.nn.Module) -> None:
         """Wraps the products of vLLM's layers. Call it after each load of weights, which makes new products.
@@ -72,8 +72,9 @@ class Windows:
 
     def _sizes_of(self, module: torch.nn.Module) -> tuple[int, ...]:
         inputs = module.weight.shape[1] if module.weight.numel() else module.input_size
-        product = partial(module.cpu_linear, weight=module.weight, bias=None)
-        shape = inputs, product(torch.zeros(WINDOW, inputs, dtype=module.weight.dtype)).shape[1]
+        bias = getattr(module, "bias", None)
+        product = partial(module.cpu_linear, weight=module.weight, bias=bias)
+        shape = inputs, product(torch.zeros(WINDOW, inputs, dtype=module.weight.dtype)).shape[1], bias is None
         if shape not in self._sizes:
             count, chance = max(*SIZES, 2 * WINDOW), torch.Generator().manual_seed(0)
             rows = torch.randn(count, inputs, generator=chance).to(module.weight.dtype)
