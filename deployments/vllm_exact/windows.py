@@ -15,7 +15,7 @@ import torch
 WINDOW = 16
 """Rows of the window whose bits count."""
 
-SIZES = 4, 8, 16, 32, 64, 128, 256
+SIZES = 2, 4, 8, 16, 32, 64, 128, 256
 """Rows of windows that are used if their bits are those of WINDOW rows; they rise."""
 
 PIECE = 8

@@ -51,7 +51,7 @@ def chunk(sample, done=(), tokens=TOKENS, **changes):
         token_ids=np.concatenate([prompt, np.asarray(done, np.int32)]),
         prompt_tokens=len(prompt),
         max_tokens=tokens,
-        sampling=SamplingParams(ignore_eos=True),
+        sampling=SamplingParams(ignore_eos=True, temperature=float(sample % 2)),  # greedy ones repeat themselves
         weights_version=0,
     )
     return replace(one, **changes)
