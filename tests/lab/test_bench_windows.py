@@ -13,10 +13,10 @@ def test_ratios_are_of_the_same_rounds():
 
 
 def test_tokens_after_a_difference_are_not_compared():
-    one = [np.arange(8), np.arange(8), np.arange(8)]
-    other = [np.arange(8), np.array([0, 1, 9, 9, 9, 9, 9, 9]), np.arange(8)]
-    assert flipped(one, other) == (1, 8 + 3 + 8)
-    assert flipped(one, one) == (0, 24)
+    one = [(np.arange(8), np.zeros(8))] * 3
+    other = [one[0], (np.array([0, 1, 9, 9, 9, 9, 9, 9]), np.array([0, 1, 1, 1, 1, 1, 1, 1.0])), one[2]]
+    assert flipped(one, other) == (1, 8 + 3 + 8, 2)
+    assert flipped(one, one) == (0, 24, 0)
 
 
 @pytest.mark.parametrize("option", ["--samples", "--windows"])

@@ -11,17 +11,17 @@ from statistics import median
 import numpy as np
 
 from tailrace.app.errors import Failed
-from tailrace.lab.benchmarks.engine.windowed_engine import WindowedEngine
+from tailrace.lab.benchmarks.engine.windowed_engine import Answer, WindowedEngine
 
-ROUNDS, STEPS = 7, 4
+ROUNDS, STEPS = 5, 2
 OWN = 0
 """The name of the engine's own windows, of all sizes that its check finds, among the sizes."""
 
-PROMPTS = 3
+PROMPTS = 2
 """Prompts timed, whose median counts."""
 
-FLIP_SAMPLES, FLIP_TOKENS = 64, 128
-BATCHES = 64, 7
+FLIP_SAMPLES, FLIP_TOKENS = 16, 64
+BATCHES = 16, 1
 """Samples at once in the two runs whose tokens are compared."""
 
 
@@ -32,12 +32,13 @@ def measure(model: str, samples: Sequence[int], windows: Sequence[int], say: Cal
     sizes = [None, OWN, *windows]
     engines = {size: WindowedEngine(model, max(*samples, *BATCHES), size) for size in sizes}
     try:
-        steps = {count: _of_size(engines, count, say) for count in samples}
-        prompts = {size: median(engine.prompt_seconds() for _ in range(PROMPTS)) for size, engine in engines.items()}
         flips = {}
         for name, size in (("without", None), ("with", OWN)):
             say(f"{FLIP_SAMPLES} samples of {FLIP_TOKENS} tokens, {name} windows: in two ways")
             flips[name] = flipped(*(engines[size].answers(FLIP_SAMPLES, FLIP_TOKENS, many) for many in BATCHES))
+            say(f"flips, compared tokens, other logprobs: {flips[name]}")
+        steps = {count: _of_size(engines, count, say) for count in samples}
+        prompts = {size: median(engine.prompt_seconds() for _ in range(PROMPTS)) for size, engine in engines.items()}
     except BrokenProcessPool:
         raise Failed("the process of an engine did not start, or died; see what it wrote above") from None
     finally:
@@ -47,9 +48,10 @@ def measure(model: str, samples: Sequence[int], windows: Sequence[int], say: Cal
         "step_ms": {count: {_name(size): _ms(taken) for size, taken in of.items()} for count, of in steps.items()},
         "cost_ratio": {count: cost_ratios(of) for count, of in steps.items()},
         "prompt_ratio": {_name(size): round(prompts[size] / prompts[None], 3) for size in sizes[1:]},
-        "flips_per_million": {name: round(1e6 * found / of) for name, (found, of) in flips.items()},
-        "flips": {name: found for name, (found, _) in flips.items()},
-        "compared_tokens": {name: of for name, (_, of) in flips.items()},
+        "flips_per_million": {name: round(1e6 * found / of) for name, (found, of, _) in flips.items()},
+        "flips": {name: found for name, (found, _, _) in flips.items()},
+        "compared_tokens": {name: of for name, (_, of, _) in flips.items()},
+        "other_logprobs": {name: others for name, (_, _, others) in flips.items()},
     }
 
 
@@ -66,6 +68,7 @@ def _of_size(engines: dict[int | None, WindowedEngine], samples: int, say: Calla
             taken[size].append(engines[size].seconds(STEPS) / STEPS)
     for engine in engines.values():
         engine.end()
+    say(f"{samples} samples: {cost_ratios(taken)} of {_ms(taken[None])} ms a step")
     return taken
 
 
@@ -79,14 +82,18 @@ def cost_ratios(taken: dict[int | None, Sequence[float]]) -> dict[str, float]:
     }
 
 
-def flipped(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[int, int]:
-    """Returns the number of samples whose tokens part, and of tokens up to each sample's first difference."""
-    flips, compared = 0, 0
-    for a, b in zip(one, other, strict=True):
+def flipped(one: Sequence[Answer], other: Sequence[Answer]) -> tuple[int, int, int]:
+    """Returns the number of samples whose tokens part, of tokens up to each sample's first difference, and of those
+    with other bits in their raw logprob.
+    """
+    flips, compared, others = 0, 0, 0
+    for (a, a_logprobs), (b, b_logprobs) in zip(one, other, strict=True):
         unlike = np.flatnonzero(a != b)
         flips += len(unlike) > 0
-        compared += int(unlike[0]) + 1 if len(unlike) else len(a)
-    return flips, compared
+        end = int(unlike[0]) + 1 if len(unlike) else len(a)
+        compared += end
+        others += int((a_logprobs[:end] != b_logprobs[:end]).sum())
+    return flips, compared, others
 
 
 def _name(size: int | None) -> str:

@@ -17,10 +17,13 @@ from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 
 CONTEXT_TOKENS, TIMED_TOKENS = 32, 900
-LONG_CONTEXT = 512
+LONG_CONTEXT = 256
 """Tokens of a prompt whose step is timed."""
 
 VOCABULARY = 49_152
+
+Answer = tuple[np.ndarray, np.ndarray]
+"""Tokens, int32, and their raw logprobs, float32."""
 
 
 def config_of(model: str, samples: int, window: int | None) -> EngineConfig:
@@ -55,8 +58,8 @@ class WindowedEngine:
         """Returns the seconds of a step that computes a prompt of LONG_CONTEXT tokens."""
         return self._process.submit(_call, "prompt_seconds").result()
 
-    def answers(self, samples: int, tokens: int, at_once: int) -> list[np.ndarray]:
-        """Returns the tokens, int32, of samples that run so many at once, the same ones in each engine and batch."""
+    def answers(self, samples: int, tokens: int, at_once: int) -> list[Answer]:
+        """Returns the answers of samples that run so many at once, the same ones in each engine and batch."""
         return self._process.submit(_call, "answers", samples, tokens, at_once).result()
 
     def stop(self) -> None:
@@ -120,7 +123,7 @@ class _Steps:
         self.end()
         return taken
 
-    def answers(self, samples: int, tokens: int, at_once: int) -> list[np.ndarray]:
+    def answers(self, samples: int, tokens: int, at_once: int) -> list[Answer]:
         found = []
         for first in range(0, samples, at_once):
             for number in range(first, min(first + at_once, samples)):
@@ -128,7 +131,7 @@ class _Steps:
             ended: dict[str, ChunkResult] = {}
             while self._stepper.busy:
                 ended |= dict(self._stepper.step())
-            found += [ended[name].token_ids for name in self._names]
+            found += [(ended[name].token_ids, ended[name].raw_logprobs) for name in self._names]
             self._names = []
         return found
 
