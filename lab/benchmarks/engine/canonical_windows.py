@@ -1,7 +1,7 @@
 """`tailrace bench windows`: what canonical windows cost a bfloat16 engine on a CPU, and the flips that they remove.
 
-Engines with windows of several sizes and one without take turns on a core, a few steps each, so that a busy machine
-slows them alike. Flips: the same samples in two batches of other sizes, compared up to their first difference.
+Engines with windows of several sizes and one without take turns on a core, a few steps each; times are processor time.
+Flips: the same samples at once and one by one, compared up to each sample's first difference.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +20,23 @@ OWN = 0
 PROMPTS = 2
 """Prompts timed, whose median counts."""
 
-FLIP_SAMPLES, FLIP_TOKENS = 16, 64
-BATCHES = 16, 1
+FLIP_SAMPLES, BATCHES = 16, (16, 1)
 """Samples at once in the two runs whose tokens are compared."""
 
 
-def measure(model: str, samples: Sequence[int], windows: Sequence[int], say: Callable[[str], None]) -> dict:
+def measure(
+    model: str, samples: Sequence[int], windows: Sequence[int], tokens: int, say: Callable[[str], None]
+) -> dict:
     """Returns milliseconds and cost ratios by samples and window, ratios of prompts, and flips per million tokens
-    without windows and with the engine's own. `model`: a folder.
+    without windows and with the engine's own. `model`: a folder. `tokens`: of a sample that is compared.
     """
     sizes = [None, OWN, *windows]
     engines = {size: WindowedEngine(model, max(*samples, *BATCHES), size) for size in sizes}
     try:
         flips = {}
         for name, size in (("without", None), ("with", OWN)):
-            say(f"{FLIP_SAMPLES} samples of {FLIP_TOKENS} tokens, {name} windows: in two ways")
-            flips[name] = flipped(*(engines[size].answers(FLIP_SAMPLES, FLIP_TOKENS, many) for many in BATCHES))
+            say(f"{FLIP_SAMPLES} samples of {tokens} tokens, {name} windows: at once, and one by one")
+            flips[name] = flipped(*(engines[size].answers(FLIP_SAMPLES, tokens, many) for many in BATCHES))
             say(f"flips, compared tokens, other logprobs: {flips[name]}")
         steps = {count: _of_size(engines, count, say) for count in samples}
         prompts = {size: median(engine.prompt_seconds() for _ in range(PROMPTS)) for size, engine in engines.items()}

@@ -16,7 +16,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, sampl
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 
-CONTEXT_TOKENS, TIMED_TOKENS = 32, 900
+CONTEXT_TOKENS, TIMED_TOKENS = 8, 900
 LONG_CONTEXT = 256
 """Tokens of a prompt whose step is timed."""
 
@@ -47,7 +47,7 @@ class WindowedEngine:
         self._process.submit(_call, "begin", samples).result()
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds of some steps."""
+        """Returns the seconds of processor time of some steps."""
         return self._process.submit(_call, "seconds", steps).result()
 
     def end(self) -> None:
@@ -55,7 +55,7 @@ class WindowedEngine:
         self._process.submit(_call, "end").result()
 
     def prompt_seconds(self) -> float:
-        """Returns the seconds of a step that computes a prompt of LONG_CONTEXT tokens."""
+        """Returns the seconds of processor time of a step that computes a prompt of LONG_CONTEXT tokens."""
         return self._process.submit(_call, "prompt_seconds").result()
 
     def answers(self, samples: int, tokens: int, at_once: int) -> list[Answer]:
@@ -105,10 +105,10 @@ class _Steps:
             pass
 
     def seconds(self, steps: int) -> float:
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         for _ in range(steps):
             self._stepper.step()
-        return time.perf_counter() - began_s
+        return time.process_time() - began_s
 
     def end(self) -> None:
         for name in self._names:
