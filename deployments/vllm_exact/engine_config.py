@@ -116,7 +116,7 @@ class EngineConfig(BaseModel):
     model: str = Field(description="a local Hugging Face folder, at the same path on every node; or demo")
     device: Literal["cpu", "gpu"] = Field("cpu", description="what the engine runs on")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="type of weights and KV; on a CPU float32 alone can have bits: docs/exactness.md"
+        "float32", description="type of weights and KV; on a CPU float16 cannot have bits: docs/exactness.md"
     )
     exactness: Exactness = Field(
         default_factory=usual_level,
@@ -171,9 +171,13 @@ class EngineConfig(BaseModel):
             )
         if self.exactness == "bits" and self.device == "gpu":
             check_invariant(self.vllm_args)
-        if self.exactness == "bits" and self.device == "cpu" and self.dtype != "float32":
+        if self.exactness == "bits" and self.device == "cpu" and self.dtype == "float16":
             raise KeyedError(
-                "exactness", f"in {self.dtype} a CPU's tokens depend on the batch; write law, or dtype: float32"
+                "exactness", "in float16 a CPU's tokens depend on the batch; write law, or dtype: bfloat16 or float32"
+            )
+        if self.has_windows and self.vllm_args.get("enable_lora"):
+            raise KeyedError(
+                "vllm_args.enable_lora", "bits in bfloat16 on a CPU takes no adapters; write law, or dtype: float32"
             )
         return self
 
@@ -184,6 +188,11 @@ class EngineConfig(BaseModel):
         if self.model_runner == "v2" and self.draft.method == "suffix":
             raise ValueError("model_runner v2 has no draft method suffix; take another, or v1")
         return self
+
+    @property
+    def has_windows(self) -> bool:
+        """True for bits in bfloat16 on a CPU: passes are canonical, see vllm_exact.windows."""
+        return (self.device, self.dtype, self.exactness) == ("cpu", "bfloat16", "bits")
 
     @property
     def sized_draft(self) -> DraftConfig:

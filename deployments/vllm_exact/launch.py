@@ -19,11 +19,8 @@ from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, ver
 from tailrace.kvpool.keys import PREFIX, fingerprint
 from tailrace.kvpool.pool_config import BUFFER_MIB, PoolEndpoint
 
-WORKERS = {
-    "cpu": "tailrace.deployments.vllm_exact.worker.ExactCPUWorker",
-    "gpu": "tailrace.deployments.vllm_exact.worker.ExactGPUWorker",
-}
-"""Dotted paths of the workers, which vLLM imports by itself."""
+WORKERS = {"cpu": "ExactCPUWorker", "gpu": "ExactGPUWorker"}
+"""Names of the workers in worker.py, which vLLM imports by itself."""
 
 
 MIN_ADAPTERS = 4
@@ -121,6 +118,8 @@ def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str,
     if config.device == "gpu":
         settings["VLLM_BATCH_INVARIANT"] = "1" if config.exactness == "bits" else "0"
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # V1 would import FlashInfer for a sampler that ours replaces
+    if config.has_windows:
+        settings["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # it would divide a context among cores, by the lengths of others
     if cores is not None:
         each = max(1, len(cores) // config.tensor_parallel)
         ranks = [cores[i : i + each] for i in range(0, len(cores), each)]
@@ -141,7 +140,7 @@ def engine_arguments(config: EngineConfig) -> dict:
         "max_num_batched_tokens": config.max_batched_tokens,
         "block_size": config.block_tokens,
         "tensor_parallel_size": config.tensor_parallel,
-        "worker_cls": WORKERS[config.device],
+        "worker_cls": worker_of(config),
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "async_scheduling": False,  # the sampler must know each position when it draws
@@ -159,6 +158,12 @@ def engine_arguments(config: EngineConfig) -> dict:
     if taken := sorted(ours.keys() & config.vllm_args.keys()):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
     return ours | config.vllm_args | attention_arguments(config) | adapter_arguments(config.vllm_args)
+
+
+def worker_of(config: EngineConfig) -> str:
+    """Returns the dotted path of the worker's class."""
+    name = "WindowedCPUWorker" if config.has_windows else WORKERS[config.device]
+    return f"tailrace.deployments.vllm_exact.worker.{name}"
 
 
 def attention_arguments(config: EngineConfig) -> dict:

@@ -17,7 +17,7 @@ from tailrace.deployments.staging.adapter_folder import misfit
 from tailrace.deployments.staging.given_back import give_back, trim
 from tailrace.deployments.staging.held import HeldWeights, is_packed
 from tailrace.deployments.staging.received import ReceivedWeights
-from tailrace.deployments.vllm_exact import lora
+from tailrace.deployments.vllm_exact import lora, windows
 from tailrace.deployments.vllm_exact.sampler import ExactSampler
 from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, read_tensors, refusal, tensors_of
 
@@ -162,6 +162,24 @@ if current_platform.is_cpu():
 
         def wake(self, tag: str) -> None:
             """Does nothing: pages return as they are written, weights by a load."""
+
+    class WindowedCPUWorker(ExactCPUWorker):
+        """The worker of `exactness: bits` in bfloat16: each pass is canonical, see windows.py."""
+
+        def load_model(self, *args, **kwargs) -> None:
+            windows.check_fits(self.vllm_config)
+            super().load_model(*args, **kwargs)
+            self._windows = windows.Windows()
+            self._windows.wrap(self.model_runner.get_model())
+
+        def load_weights_from(self, folder: str) -> None:
+            super().load_weights_from(folder)
+            self._windows.wrap(self.model_runner.get_model())
+
+        def initialize_from_config(self, kv_cache_config) -> None:
+            super().initialize_from_config(kv_cache_config)
+            for group in self.model_runner._attn_group_iterator():
+                windows.attend_in_pieces(group.get_metadata_builder())
 
 else:
     from vllm.v1.worker.gpu_worker import Worker

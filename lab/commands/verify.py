@@ -68,7 +68,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     from tailrace.deployments.messages.rollout import RolloutBatch
     from tailrace.lab.verification.tokens import certificate, corrupt, roll_all
 
-    runs = _chosen(names, exactness)
+    runs = _chosen(names, file.application.args.engine)
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
 
     result = {"exactness": exactness, "identical": True, "holds": True, "runs": []}
@@ -115,21 +115,28 @@ def _at_level(file: ServeFile, exactness: str | None, dtype: str | None) -> Serv
     return with_engine(file, changes) if changes else file
 
 
-def _chosen(names: tuple[str, ...], exactness: str) -> list:
-    """Returns the runs with these names, after their references; all that the level allows if none is named."""
+def _chosen(names: tuple[str, ...], engine: EngineConfig) -> list:
+    """Returns the runs with these names, after their references; all that the engine can have if none is named."""
     from tailrace.lab.verification.runs import RUNS
 
     known = [run.name for run in RUNS]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise BadInput(f"--runs {unknown}: known: {', '.join(known)}")
-    redrawn = [run.name for run in RUNS if ("redraw_close_calls", True) in run.service.engine]
-    if exactness == "law" and (refused := next((name for name in names if name in redrawn), None)) is not None:
-        raise BadInput(f"--runs {refused}: redraws need exactness bits; leave it out")
-    wanted = [run for run in RUNS if run.name in names or not (names or (exactness == "law" and run.name in redrawn))]
+    refused = {run.name: reason for run in RUNS if (reason := _unfit(run, engine)) is not None}
+    for name in (name for name in names if name in refused):
+        raise BadInput(f"--runs {name}: {refused[name]}; leave it out")
+    wanted = [run for run in RUNS if run.name in names or not (names or run.name in refused)]
     kinds = {RUNS[0].kind, *(run.kind for run in wanted)}
     references = [next(run for run in RUNS if run.kind == kind) for kind in kinds]
     return [run for run in RUNS if run in wanted or run in references]
+
+
+def _unfit(run, engine: EngineConfig) -> str | None:
+    """Returns why the engine cannot have a run, or None."""
+    if engine.exactness == "law" and ("redraw_close_calls", True) in run.service.engine:
+        return "redraws need exactness bits"
+    return "bits in bfloat16 on a CPU takes no adapters" if engine.has_windows and run.adapted else None
 
 
 def _update(file, batch, kv_on_update, say) -> dict:

@@ -23,8 +23,19 @@ def test_a_cpu_has_bits_and_v1_and_a_gpu_law_and_v2():
     assert (cpu.exactness, cpu.model_runner, gpu.exactness, gpu.model_runner) == ("bits", "v1", "law", "v2")
     assert config(draft={"method": "suffix"}).model_runner == "v1"  # V2 has no such drafts
     assert config(device="cpu", dtype="bfloat16").exactness == config(device="cpu", dtype="float16").exactness == "law"
-    with pytest.raises(ValidationError, match=r"in bfloat16 a CPU's tokens depend on the batch; write law, or dtype"):
-        config(device="cpu", exactness="bits", dtype="bfloat16")
+    with pytest.raises(ValidationError, match=r"in float16 a CPU's tokens depend on the batch; write law, or dtype"):
+        config(device="cpu", exactness="bits", dtype="float16")
+
+
+def test_bits_in_bfloat16_on_a_cpu_computes_in_windows_and_takes_no_adapters():
+    windowed, split = config(device="cpu", exactness="bits", dtype="bfloat16"), "VLLM_CPU_ATTN_SPLIT_KV"
+    assert engine_arguments(windowed)["worker_cls"].endswith(".WindowedCPUWorker")
+    assert process_settings(windowed, None)[split] == "0"
+    for other in (config(device="cpu"), config(device="cpu", dtype="bfloat16"), config(exactness="bits")):
+        assert not other.has_windows and split not in process_settings(other, None)
+        assert "Windowed" not in engine_arguments(other)["worker_cls"]
+    with pytest.raises(ValidationError, match=r"vllm_args.enable_lora: bits in bfloat16 .*; write law, or dtype"):
+        config(device="cpu", exactness="bits", dtype="bfloat16", vllm_args={"enable_lora": True})
 
 
 def test_law_leaves_kernels_and_attention_to_vllm():

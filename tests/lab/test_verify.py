@@ -215,15 +215,22 @@ def test_the_certificate_at_law_has_flips_per_million_and_still_wants_what_a_run
 
 
 def test_redraws_are_no_run_at_law():
-    assert "redrawn" not in {run.name for run in _chosen((), "law")}
-    assert {run.name for run in RUNS} - {run.name for run in _chosen((), "law")} == {"redrawn"}
-    assert _chosen((), "bits") == list(RUNS)
-    with pytest.raises(BadInput, match="--runs redrawn: redraws need exactness bits"):
-        _chosen(("redrawn",), "law")
     file = load_config(DEFAULT_CONFIG)
     engine = _at_level(file, "law", "bfloat16").application.args.engine
+    assert {run.name for run in RUNS} - {run.name for run in _chosen((), engine)} == {"redrawn"}
+    assert _chosen((), file.application.args.engine) == list(RUNS)
+    with pytest.raises(BadInput, match="--runs redrawn: redraws need exactness bits"):
+        _chosen(("redrawn",), engine)
     assert (engine.exactness, engine.dtype) == ("law", "bfloat16") and _at_level(file, None, None) is file
-    with pytest.raises(BadInput, match="exactness: in bfloat16 a CPU's tokens depend on the batch; write law"):
-        _at_level(file, None, "bfloat16")
+    with pytest.raises(BadInput, match="exactness: in float16 a CPU's tokens depend on the batch; write law"):
+        _at_level(file, None, "float16")
     with pytest.raises(BadInput, match="redraw_close_calls: at exactness law"):
         _at_level(with_engine(file, {"redraw_close_calls": True}), "law", None)
+
+
+def test_adapters_are_no_run_of_windows():
+    windowed = _at_level(load_config(DEFAULT_CONFIG), "bits", "bfloat16").application.args.engine
+    left_out = {run.name for run in RUNS} - {run.name for run in _chosen((), windowed)}
+    assert left_out == {run.name for run in RUNS if run.adapted}
+    with pytest.raises(BadInput, match="--runs moved_adapters: bits in bfloat16 on a CPU takes no adapters"):
+        _chosen(("moved_adapters",), windowed)

@@ -27,6 +27,7 @@ from tailrace.lab.benchmarks.commands.tail import command as tail
 from tailrace.lab.benchmarks.commands.train import command as train
 from tailrace.lab.benchmarks.commands.turns import command as turns
 from tailrace.lab.benchmarks.commands.weights import command as weights
+from tailrace.lab.benchmarks.commands.windows import command as windows
 
 PRIOR = OutputKind("a file of `bench drafts --fit`", (b'{"mean": ',), (b'"inner": ',))
 
@@ -66,6 +67,7 @@ command.add_command(tail)
 command.add_command(weights)
 command.add_command(train)
 command.add_command(turns)
+command.add_command(windows)
 
 
 @command.command()

@@ -23,6 +23,17 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+def numbers(text: str, option: str, most: int) -> list[int]:
+    """The numbers of an option, in order. Raises BadInput unless all are from 1 to `most`."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1 or found[-1] > most:
+        raise BadInput(f"{option} {text}: give numbers from 1 to {most} with commas between")
+    return found
+
+
 def print_result(result: dict, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result))

@@ -4,8 +4,7 @@ import json
 
 import click
 
-from tailrace.app.errors import BadInput
-from tailrace.lab.benchmarks.commands.output import say
+from tailrace.lab.benchmarks.commands.output import numbers, say
 
 MOST_SAMPLES = 512
 
@@ -20,7 +19,7 @@ def command(samples, pool, as_json):
     A random model of two layers with 49,152 tokens on one core. The engines take turns, a few steps each. Parts are
     processor time of the step's thread, by timers around them. A few minutes, and 1 GiB of memory for each engine.
     """
-    counts = _counts(samples)
+    counts = numbers(samples, "--samples", MOST_SAMPLES)
     from tailrace.app.model import resolve_model
     from tailrace.lab.benchmarks.engine.overhead import measure, tables
 
@@ -31,13 +30,3 @@ def command(samples, pool, as_json):
     from rich.console import Console
 
     Console().print(*tables(result))
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        counts = []
-    if not counts or counts[0] < 1 or counts[-1] > MOST_SAMPLES:
-        raise BadInput(f"--samples {text}: give numbers from 1 to {MOST_SAMPLES} with commas between")
-    return counts
