@@ -44,6 +44,7 @@ from tailrace.deployments.messages.rollout import (
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged
+from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
 from tailrace.deployments.metrics.export import export_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry, TelemetryExport
@@ -198,6 +199,29 @@ class Coordinator(WatchCalls):
     @admits(Role.EVALUATOR)
     async def close_session(self, session: str) -> bool:
         return self._rollouts.sessions.close(session)
+
+    @admits(Role.EVALUATOR)
+    async def open_trajectory(
+        self, opening: TrajectoryOpening, left_s: float, turns: tuple[TrajectoryTurn, ...]
+    ) -> Rejected | None:
+        return self._rollouts.trajectories.open(opening, left_s, turns)
+
+    @admits(Role.EVALUATOR)
+    async def read_trajectory(self, name: str, epoch: str, known: int) -> TrajectoryState:
+        return self._rollouts.trajectories.read(name, epoch, known)
+
+    @admits(Role.EVALUATOR)
+    async def add_turn(self, name: str, turn: TrajectoryTurn) -> int | None:
+        return self._rollouts.trajectories.add(name, turn)
+
+    @admits(Role.EVALUATOR)
+    async def end_trajectory(self, name: str, reward: float | None) -> TrajectoryState:
+        """Ends a trajectory. Drafts of later epochs follow those with the better rewards."""
+        state = self._rollouts.trajectories.end(name)
+        if state.opening is not None and reward is not None and self._context is not None:
+            for prompt_key in {turn.prompt_key for turn in state.turns}:
+                self._context.reward(prompt_key, state.opening.settings.step, {state.opening.index: reward})
+        return state
 
     @admits(Role.TRAINER)
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
