@@ -32,7 +32,7 @@ from tailrace.app.gateway.service import GatewayService, Wanted
 from tailrace.app.gateway.stream_answers import ChatStream, CompletionStream, TokensStream
 from tailrace.app.gateway.tokenizing import add_tokenizing
 from tailrace.app.gateway.trajectories.routes import add_trajectories
-from tailrace.app.gateway.trajectories.trajectories import Trajectories
+from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
 from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")
@@ -47,7 +47,7 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
     about = "vLLM's routes, over open sessions of Tailrace"
     app = FastAPI(title="Tailrace", version=VERSION, description=about, lifespan=lifespan, responses=ERRORS)
     app.router.route_class = StrictRoute
-    trajectories = Trajectories(lambda role: service.client(role).trajectories)
+    trajectories = GatewayTrajectories(lambda role: service.client(role).trajectories)
     app.add_middleware(AccessControl, config=config, is_key=trajectories.is_key)
     add_errors(app)
     _add_generation(app, service, config)

@@ -6,7 +6,7 @@ from tailrace.app.calls.blocking import blocking
 from tailrace.app.http.gateway_connection import GatewayConnection
 
 
-class Span(BaseModel):
+class VersionSpan(BaseModel):
     """Tokens `[start, end)` of a row, which one weights version made."""
 
     version: int
@@ -23,7 +23,7 @@ class RowTurn(BaseModel):
     parent: int | None
     start: int
     end: int
-    weight_versions: tuple[Span, ...]
+    weight_versions: tuple[VersionSpan, ...]
     finish_reason: str
     reencoded_tokens: int
 
@@ -52,7 +52,7 @@ class TrajectoryRows(BaseModel):
     reencoded_tokens: int
 
 
-class Trajectory:
+class CapturedTrajectory:
     """Made by `Client.trajectory`. `base_url`, `api_key`: for the harness, in place of OpenAI's or Anthropic's. Leaving
     it as a context ends it without a reward, if it has not ended.
     """
@@ -83,7 +83,7 @@ class Trajectory:
 
     close_blocking = blocking(close)
 
-    async def __aenter__(self) -> "Trajectory":
+    async def __aenter__(self) -> "CapturedTrajectory":
         return self
 
     async def __aexit__(self, *error) -> None:

@@ -12,7 +12,7 @@ from tailrace.app.gateway.edge.errors import UnknownTrajectory
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.trajectories.requests import OpenRequest
 from tailrace.app.gateway.trajectories.rows import rows_of, trajectory_body
-from tailrace.app.gateway.trajectories.trajectories import Trajectories
+from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
 from tailrace.app.gateway.trajectories.tree import AGAIN, TrajectoryTree
 from tailrace.deployments.batches import trajectories as book
 from tailrace.deployments.messages.roles import Role
@@ -171,11 +171,11 @@ def calls() -> Calls:
     return Calls()
 
 
-def gateway(calls: Calls) -> Trajectories:
-    return Trajectories(lambda role: calls)
+def gateway(calls: Calls) -> GatewayTrajectories:
+    return GatewayTrajectories(lambda role: calls)
 
 
-async def turned(one: Trajectories, name: str, prompt: list[int], answer: list[int]) -> None:
+async def turned(one: GatewayTrajectories, name: str, prompt: list[int], answer: list[int]) -> None:
     tree = await one.tree(Role.EVALUATOR, name)
     await one._add(Role.EVALUATOR, name, turn_of(tree.begin(prompt, ()), answer))
 
@@ -272,6 +272,6 @@ def test_a_key_opens_its_trajectory_alone_and_a_role_s_token_every_one(tmp_path)
 
 
 def test_ids_from_paths_are_checked_before_anything_is_asked():
-    one = Trajectories(lambda role: SimpleNamespace())
+    one = GatewayTrajectories(lambda role: SimpleNamespace())
     for name in ("", "..", "A" * 32, "a" * 31, "a" * 33, "a" * 31 + "\n"):
         assert not asyncio.run(one.is_key(name, b"key"))

@@ -14,14 +14,14 @@ from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.context_bound import check_length
 from tailrace.app.gateway.service import GatewayService, ServedModel, Wanted
 from tailrace.app.gateway.stream_answers import ChatStream
-from tailrace.app.gateway.trajectories.trajectories import Trajectories
+from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
 from tailrace.app.gateway.trajectories.turn import TurnInProgress
 
 
 class Harness:
     """`trajectories`: those of this gateway."""
 
-    def __init__(self, service: GatewayService, trajectories: Trajectories):
+    def __init__(self, service: GatewayService, trajectories: GatewayTrajectories):
         self.service, self._trajectories = service, trajectories
 
     async def turn(self, http: Request) -> TurnInProgress:

@@ -52,7 +52,7 @@ async def responses(harness: Harness, body: dict, http: Request):
     if asked.store:
         turn.store(asked.request_id, asked.previous_response_id, added)
     before = turn.tree.said(asked.previous_response_id)
-    answered = Answered(asked, turn)
+    answered = TurnResponse(asked, turn)
     return await harness.answer(http, turn, chat_request(asked, before + added), answered.whole, answered.streamed)
 
 
@@ -80,7 +80,7 @@ def _choice(given: Any) -> Any:
     return given if name is None else {"type": "function", "function": {"name": name}}
 
 
-class Answered:
+class TurnResponse:
     """The response to one request."""
 
     def __init__(self, asked: ResponsesRequest, turn: TurnInProgress):

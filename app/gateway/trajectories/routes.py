@@ -17,7 +17,7 @@ from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.trajectories.harness import Harness
 from tailrace.app.gateway.trajectories.requests import OpenRequest, RewardRequest
 from tailrace.app.gateway.trajectories.rows import trajectory_body
-from tailrace.app.gateway.trajectories.trajectories import Trajectories
+from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
 from tailrace.deployments.messages.roles import Role
 
 BASES = ("/v1/trajectories/{name}", "/v1/trajectories/{name}/v1")
@@ -31,7 +31,7 @@ DIALECTS = {
 """Routes in vLLM's other dialects: module and function."""
 
 
-def add_trajectories(app: FastAPI, service: GatewayService, trajectories: Trajectories) -> None:
+def add_trajectories(app: FastAPI, service: GatewayService, trajectories: GatewayTrajectories) -> None:
     @app.post("/v1/trajectories")
     async def open_trajectory(request: OpenRequest, http: Request):
         """Open a trajectory: a base URL and a key for a harness."""

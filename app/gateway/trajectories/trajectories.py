@@ -31,7 +31,7 @@ class KnownTrajectory:
         self.tree, self.ends_s = tree, time.monotonic() + left_s
 
 
-class Trajectories:
+class GatewayTrajectories:
     """`calls_of`: returns the coordinator's calls for a role."""
 
     def __init__(self, calls_of: Callable[[Role], TrajectoryCalls]):

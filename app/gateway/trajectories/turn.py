@@ -58,8 +58,15 @@ class TurnInProgress:
         self._chat, self._begun = chat, self.tree.begin(chat.token_ids, said)
         opening = self.tree.opening
         settings = opening.settings
-        naming = Naming(settings.seed, settings.step, opening.group, opening.index, self._begun.turn, HOLD_S)
-        naming = naming._replace(weights_version=settings.weights_version)
+        naming = Naming(
+            seed=settings.seed,
+            step=settings.step,
+            group=opening.group,
+            index=opening.index,
+            turn=self._begun.turn,
+            hold_s=HOLD_S,
+            weights_version=settings.weights_version,
+        )
         return naming, opening.limits.tokens - self.tree.sampled_tokens
 
     async def end(self, answer: SampleAnswer) -> None:

@@ -102,7 +102,11 @@ def test_responses_with_tools(tailrace, streams, stored):
 
 def test_the_example_prints_its_rows(address):
     found = subprocess.run(
-        [sys.executable, str(EXAMPLE), address[0], TOKENS["evaluator"]], capture_output=True, text=True, timeout=120
+        [sys.executable, str(EXAMPLE), address[0], TOKENS["evaluator"]],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert found.returncode == 0, found.stderr
     assert "in 3 turns under weights {" in found.stdout and "0 branches, 0 sampled tokens encoded again" in found.stdout

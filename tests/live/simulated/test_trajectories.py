@@ -7,6 +7,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from chatting_prompts import ChattingPrompts
 from virtual_cluster import play as play_on
 
 from tailrace.app.gateway.gateway_config import GatewayConfig
@@ -15,8 +16,6 @@ from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.trajectories import Trajectories as Book
 from tailrace.lab.fuzz.drivers import driver_client
 from tailrace.lab.fuzz.token_law import EOS
-
-from .test_gateway import ChattingPrompts
 
 URL = "http://gateway/v1/trajectories"
 
