@@ -16,8 +16,8 @@ class TrajectoryCalls:
     async def read(self, name: str, epoch: str = "", known: int = 0) -> TrajectoryState:
         return await self._connection.ask("read_trajectory", name, epoch, known)
 
-    async def add(self, name: str, turn: TrajectoryTurn) -> int | None:
-        return await self._connection.ask("add_turn", name, turn)
+    async def add(self, name: str, epoch: str, turn: TrajectoryTurn) -> int | None:
+        return await self._connection.ask("add_turn", name, epoch, turn)
 
     async def end(self, name: str, reward: float | None) -> TrajectoryState:
         return await self._connection.ask("end_trajectory", name, reward)

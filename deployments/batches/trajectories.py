@@ -64,9 +64,11 @@ class Trajectories:
         left_s = found.ends_s - self._now()
         return TrajectoryState(opening=found.opening, turns=turns, left_s=left_s, epoch=self._epoch)
 
-    def add(self, name: str, turn: TrajectoryTurn) -> int | None:
-        """Records a turn. Returns its place, or None if the trajectory has ended."""
-        return None if name not in self._open else self._open[name].add(turn)
+    def add(self, name: str, epoch: str, turn: TrajectoryTurn) -> int | None:
+        """Records a turn. Returns its place, or None if the trajectory has ended, or if the turn's parent is numbered
+        by another coordinator.
+        """
+        return self._open[name].add(turn) if name in self._open and epoch == self._epoch else None
 
     def end(self, name: str) -> TrajectoryState:
         """Ends a trajectory and releases its KV. Returns all of it."""

@@ -211,8 +211,8 @@ class Coordinator(WatchCalls):
         return self._rollouts.trajectories.read(name, epoch, known)
 
     @admits(Role.EVALUATOR)
-    async def add_turn(self, name: str, turn: TrajectoryTurn) -> int | None:
-        return self._rollouts.trajectories.add(name, turn)
+    async def add_turn(self, name: str, epoch: str, turn: TrajectoryTurn) -> int | None:
+        return self._rollouts.trajectories.add(name, epoch, turn)
 
     @admits(Role.EVALUATOR)
     async def end_trajectory(self, name: str, reward: float | None) -> TrajectoryState:

@@ -177,7 +177,7 @@ def gateway(calls: Calls) -> GatewayTrajectories:
 
 async def turned(one: GatewayTrajectories, name: str, prompt: list[int], answer: list[int]) -> None:
     tree = await one.tree(Role.EVALUATOR, name)
-    await one._add(Role.EVALUATOR, name, turn_of(tree.begin(prompt, ()), answer))
+    await one._add(Role.EVALUATOR, tree, turn_of(tree.begin(prompt, ()), answer))
 
 
 def test_gateways_go_on_with_each_other_s_turns_and_after_a_lost_coordinator(calls):
@@ -202,13 +202,36 @@ def test_gateways_go_on_with_each_other_s_turns_and_after_a_lost_coordinator(cal
     asyncio.run(story())
 
 
+def test_a_turn_in_flight_finds_its_place_in_a_tree_that_lacks_its_parent(calls):
+    async def story():
+        one, other = gateway(calls), gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest())
+        await turned(one, name, [1], [2])
+        await other.tree(Role.EVALUATOR, name)
+        await turned(one, name, [1, 2, 3], [4])
+        tree = await one.tree(Role.EVALUATOR, name)
+        begun = tree.begin([1, 2, 3, 4, 5], ())
+        calls.lose()
+        await other.tree(Role.EVALUATOR, name)  # gives the new coordinator what it knows: one turn
+        await one._add(Role.EVALUATOR, tree, turn_of(begun, [6]))
+        found = await other.tree(Role.EVALUATOR, name)
+        assert found.line(1) == [0, 1] and list(found.turns[1].prompt_token_ids) == [3, 4, 5]
+        await other.end(Role.EVALUATOR, name, None)
+        with pytest.raises(UnknownTrajectory):
+            await one._add(Role.EVALUATOR, tree, turn_of(begun, [6]))
+
+    asyncio.run(story())
+
+
 def test_a_turn_is_recorded_once_however_often_it_is_sent(calls):
     tree = TrajectoryTree(opening(), "epoch")
     turn, name = turn_of(tree.begin([1], ()), [2]), opening().trajectory_id
-    assert calls.book.add(name, turn) is None
+    epoch = calls.book.read(name, "", 0).epoch
+    assert calls.book.add(name, epoch, turn) is None
     calls.book.open(opening(), 5.0, ())
     calls.book.open(opening(), 9.0, (turn, turn))  # it is open
-    assert [calls.book.add(name, turn) for _ in range(2)] == [0, 0]
+    assert [calls.book.add(name, epoch, turn) for _ in range(2)] == [0, 0]
+    assert calls.book.add(name, "another", turn) is None
     state = calls.book.read(name, "", 7)
     assert len(state.turns) == 1 and state.left_s == 5.0
     assert calls.book.read(name, state.epoch, 1).turns == ()

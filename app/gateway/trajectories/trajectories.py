@@ -64,20 +64,21 @@ class GatewayTrajectories:
 
     async def turn(self, role: Role, name: str) -> TurnInProgress:
         """Returns the next turn of a trajectory. Raises UnknownTrajectory."""
-        return TurnInProgress(await self.tree(role, name), partial(self._add, role, name))
+        tree = await self.tree(role, name)
+        return TurnInProgress(tree, partial(self._add, role, tree))
 
     async def tree(self, role: Role, name: str) -> TrajectoryTree:
         """Returns a trajectory's tree with all turns so far. Raises UnknownTrajectory."""
         return (await self._read(role, name)).tree
 
-    async def _add(self, role: Role, name: str, turn: TrajectoryTurn) -> None:
-        calls = self._calls_of(role)
-        place = await calls.add(name, turn)
-        if place is None:
-            await self._read(role, name)  # which gives the trajectory to a new coordinator
-            place = await calls.add(name, turn)
-        if (known := self._known.get(name)) is not None and place == len(known.tree.turns):
-            known.tree.add([turn])
+    async def _add(self, role: Role, tree: TrajectoryTree, turn: TrajectoryTurn) -> None:
+        """Records a turn of a tree. Raises UnknownTrajectory if the trajectory has ended."""
+        calls, name = self._calls_of(role), tree.opening.trajectory_id
+        while (place := await calls.add(name, tree.epoch, turn)) is None:  # it has ended, or the coordinator was lost
+            known = (await self._read(role, name)).tree
+            tree, turn = known, known.moved(turn, tree)
+        if place == len(tree.turns):
+            tree.add([turn])
 
     async def end(self, role: Role, name: str, reward: float | None) -> TrajectoryTree:
         """Ends a trajectory. Returns its tree. Raises UnknownTrajectory if it has ended before."""

@@ -14,6 +14,7 @@ import numpy as np
 from tailrace.app.gateway.chat.conversations import AnsweredTurn
 from tailrace.app.gateway.edge.errors import UnknownTrajectory
 from tailrace.deployments.messages.trajectory import StoredResponse, TrajectoryOpening, TrajectoryTurn
+from tailrace.deployments.results.columns import Column
 
 AGAIN = 1 << 16
 """Step of the key's turn between samples of one prompt; turns of one line count below it."""
@@ -104,6 +105,14 @@ class TrajectoryTree:
         self._check(begun)
         self.begun.add(begun)
         return begun
+
+    def moved(self, turn: TrajectoryTurn, other: "TrajectoryTree") -> TrajectoryTurn:
+        """Returns a turn of another tree of this trajectory as it is in this one, which may lack turns."""
+        before = [] if turn.parent is None else other.context(turn.parent).tolist()
+        prompt = np.array([*before, *turn.prompt_token_ids], np.int32)
+        parent = self._parent_of(prompt)
+        own = prompt[0 if parent is None else len(self.context(parent)) :]
+        return turn.model_copy(update={"parent": parent, "prompt_token_ids": Column(own)})
 
     def _parent_of(self, prompt: np.ndarray) -> int | None:
         best, best_at, waiting = None, 0, [(None, 0)]

@@ -12,6 +12,7 @@ from tailrace.app.gateway.trajectories.tree import BegunTurn, TrajectoryTree
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.deployments.messages.trajectory import StoredResponse, TrajectoryTurn
+from tailrace.deployments.results.columns import Column
 
 HOLD_S = int(LEASE_S)
 """Seconds for which a turn's KV waits for the next one: as long as the service keeps a session without a request."""
@@ -81,7 +82,7 @@ class TurnInProgress:
             conversation=self._conversation,
             message=digest_of(RequestedMessage(**self.answer).normal()),
             closing=self._closing,
-            prompt_token_ids=begun.prompt.tolist(),
+            prompt_token_ids=Column(begun.prompt),
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             versions=tuple((int(one["version"]), one["start"], one["end"]) for one in weight_versions(sample)),
