@@ -6,12 +6,14 @@ nothing of it is left. Called by the coordinator and its loop.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, checked
 from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
 
 MAX_TRAJECTORIES = 16_384
-"""Maximum number of trajectories in progress: one of 45 turns and 30,000 tokens takes 300 KB here."""
+"""Maximum number of trajectories in progress: one of 45 turns and 30,000 tokens takes 230 KB
+here."""
 
 
 @dataclass(eq=False, slots=True)
@@ -22,7 +24,8 @@ class OpenTrajectory:
     places: dict[tuple, int] = field(default_factory=dict)  # of turns, by what is unique to each
 
     def add(self, turn: TrajectoryTurn) -> int:
-        place = self.places.setdefault((turn.parent, turn.turn, tuple(turn.prompt_token_ids)), len(self.turns))
+        prompt = blake2b(turn.prompt_token_ids.array.tobytes(), digest_size=16).digest()
+        place = self.places.setdefault((turn.parent, turn.turn, prompt), len(self.turns))
         if place == len(self.turns):
             self.turns.append(turn)
         return place

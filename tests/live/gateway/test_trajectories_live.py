@@ -1,5 +1,6 @@
 """Trajectories behind Serve's proxy: unmodified packages of OpenAI and Anthropic, with tools, and the example."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,20 @@ def test_responses_with_tools(tailrace, streams, stored):
     else:
         answered([USER, *(item.model_dump(exclude_none=True) for item in first.output), result])
     checked(trajectory.reward_blocking(0.5))
+
+
+def test_leaving_a_trajectory_ends_it(tailrace):
+    async def story():
+        async with await tailrace.trajectory(limits={"turns": 1}) as trajectory:
+            assert (await trajectory.rows()).rows == ()
+        with pytest.raises(ValueError, match=r"trajectory .*: there is none, or it has ended"):
+            await trajectory.rows()
+        with pytest.raises(PermissionError, match="give the key of a trajectory that has not ended"):
+            await trajectory.rows()
+
+    asyncio.run(story())
+    with pytest.raises(ValueError, match="days"):
+        tailrace.trajectory_blocking(limits={"days": 1})
 
 
 def test_the_example_prints_its_rows(address):
