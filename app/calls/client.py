@@ -30,6 +30,7 @@ from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import RolloutSession, new_session
 from tailrace.app.calls.single_samples import SingleSamples
 from tailrace.app.calls.staged_weights import StagedWeights, Staging, Tensors
+from tailrace.app.calls.trajectory_calls import TrajectoryCalls
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsCheck, WeightsLoaded
@@ -55,7 +56,7 @@ class RolloutClient:
     `resume_s`: seconds for which a call waits for a lost coordinator; then it raises Ray's error. `role`: a trainer may
     do everything; an evaluator may roll out and read the status; an observer may read the status alone. `handle`: the
     application's handle, if available; then its name does not count. `samples`: single samples by their messages, which
-    sessions and the gateway request.
+    sessions and the gateway request. `trajectories`: those that gateways capture.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RolloutClient:
         self._adapters = OwnAdapters(CoordinatorAdapters(connection))
         loads = OwnLoads(self._weights, self._adapters)
         self._batches = BatchStreams(connection, loads, heartbeat)
-        self.samples = SingleSamples(connection, loads)
+        self.samples, self.trajectories = SingleSamples(connection, loads), TrajectoryCalls(connection)
         self._spans = DriverSpans(telemetry or Telemetry("tailrace-driver", otlp_wanted()))
         self._journaling: Heartbeat | None = None
 

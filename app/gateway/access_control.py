@@ -1,10 +1,12 @@
 """Access control of the gateway, as ASGI middleware: bearer tokens with roles, and limits on bodies and open requests.
 
-Invariant: a request that is refused here reaches no route. `scope["role"]` is the caller's.
+Invariant: a request that is refused here reaches no route. `scope["role"]` is the caller's. Below a trajectory's
+address its own key is needed, or a token of the file; a key opens nothing else.
 """
 
 import hmac
 import json
+import re
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -16,6 +18,9 @@ from tailrace.deployments.messages.roles import Role
 
 OPEN_PATHS = ("/health", "/liveness")
 """Paths that need no token: load balancers call them."""
+
+TRAJECTORY = re.compile("/v1/trajectories/([^/]*)")
+"""Address of a trajectory, and of all below it."""
 
 PAGES = ("/board", "/board/stream", "/board/sample")
 """Pages for browsers, which ask a person for name and token, and then send them with each request."""
@@ -50,10 +55,15 @@ def token_of(header: bytes) -> bytes:
 
 
 class AccessControl:
-    """ASGI middleware; see the module docstring."""
+    """ASGI middleware; see the module docstring. `is_key`: returns whether the trajectory of an id has this key."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], config: GatewayConfig):
-        self._app, self._config = app, config
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        config: GatewayConfig,
+        is_key: Callable[[str, bytes], Awaitable[bool]] | None = None,
+    ):
+        self._app, self._config, self._is_key = app, config, is_key
         self._tokens = None if config.tokens_file is None else read_tokens(Path(config.tokens_file))
         self._open = 0
 
@@ -61,14 +71,14 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        role = self._role(scope)
+        role = await self._role(scope)
         if role is None:
             asks = (
                 [(b"www-authenticate", b'Basic realm="tailrace: a name, and a token"')]
                 if scope["path"] in PAGES
                 else []
             )
-            await _refuse(send, 401, "give one of the gateway's tokens: `Authorization: Bearer TOKEN`", asks)
+            await _refuse(send, 401, self._needed(scope), asks)
         elif scope["method"] not in ("GET", "HEAD") and _is_foreign(scope):
             await _refuse(send, 403, "a page of another site sends this request")
         elif self._open >= self._config.max_open:
@@ -79,12 +89,24 @@ class AccessControl:
             scope["role"] = role
             await self._pass(scope, receive, send)
 
-    def _role(self, scope) -> Role | None:
-        if self._tokens is None or scope["path"] in OPEN_PATHS:
-            return Role.EVALUATOR if self._tokens is None else Role.OBSERVER
+    async def _role(self, scope) -> Role | None:
+        below = TRAJECTORY.match(scope["path"])
         given = token_of(_header(scope, b"authorization"))
-        known = [role for token, role in self._tokens.items() if hmac.compare_digest(token.encode(), given)]
-        return known[0] if known else None
+        if self._tokens is not None and scope["path"] in OPEN_PATHS:
+            return Role.OBSERVER
+        if self._tokens is None and below is None:
+            return Role.EVALUATOR
+        known = [role for token, role in (self._tokens or {}).items() if hmac.compare_digest(token.encode(), given)]
+        if below is None or known:
+            return known[0] if known else None
+        key = given or _header(scope, b"x-api-key")
+        return Role.EVALUATOR if key and await self._is_key(below[1], key) else None
+
+    @staticmethod
+    def _needed(scope) -> str:
+        if TRAJECTORY.match(scope["path"]):
+            return "give the key of a trajectory that has not ended: `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        return "give one of the gateway's tokens: `Authorization: Bearer TOKEN`"
 
     async def _pass(self, scope, receive, send) -> None:
         left = self._config.max_body_bytes

@@ -24,7 +24,7 @@ DRAWN = -1
 
 
 class Naming(NamedTuple):
-    """`index`: index of the first sample of the request."""
+    """`index`: index of the first sample of the request. `weights_version`: the only one under which it may begin."""
 
     seed: int
     step: int
@@ -32,6 +32,7 @@ class Naming(NamedTuple):
     index: int
     turn: int = 0
     hold_s: int = 0
+    weights_version: int | None = None
 
     @classmethod
     def of(cls, headers: Mapping[str, str], request_seed: int | None) -> "Naming":
@@ -52,7 +53,8 @@ class Naming(NamedTuple):
 
     def session(self) -> BatchSettings:
         """Returns the settings of the session that such requests share, on all replicas of the gateway."""
-        return BatchSettings(batch_id=f"http-{self.seed}-{self.step}", seed=self.seed, step=self.step)
+        name, version = f"http-{self.seed}-{self.step}", self.weights_version
+        return BatchSettings(batch_id=name, seed=self.seed, step=self.step, weights_version=version)
 
 
 def index_of(seed: int) -> int:

@@ -6,8 +6,7 @@ unreachable.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 
@@ -19,19 +18,21 @@ from tailrace.app.board.watcher import Watcher
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.access_control import AccessControl
 from tailrace.app.gateway.adapter_routes import add_adapters
+from tailrace.app.gateway.answering import made, streamed
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.context_bound import check_bound, check_known, check_length, check_prompts
 from tailrace.app.gateway.control_routes import add_control
-from tailrace.app.gateway.edge.errors import ErrorAnswer, SampleFailed, UnknownModel, add_errors, error_body, error_of
+from tailrace.app.gateway.edge.errors import ErrorAnswer, UnknownModel, add_errors, error_body
 from tailrace.app.gateway.edge.json_body import StrictRoute
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, Wanted
-from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream, TokensStream
+from tailrace.app.gateway.stream_answers import ChatStream, CompletionStream, TokensStream
 from tailrace.app.gateway.tokenizing import add_tokenizing
-from tailrace.app.http.event_stream import EventStream, left
+from tailrace.app.gateway.trajectories.routes import add_trajectories
+from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
 from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")
@@ -46,13 +47,15 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
     about = "vLLM's routes, over open sessions of Tailrace"
     app = FastAPI(title="Tailrace", version=VERSION, description=about, lifespan=lifespan, responses=ERRORS)
     app.router.route_class = StrictRoute
-    app.add_middleware(AccessControl, config=config)
+    trajectories = GatewayTrajectories(lambda role: service.client(role).trajectories)
+    app.add_middleware(AccessControl, config=config, is_key=trajectories.is_key)
     add_errors(app)
     _add_generation(app, service, config)
     _add_model(app, service)
     add_tokenizing(app, service)
     add_control(app, service)
     add_adapters(app, service)
+    add_trajectories(app, service, trajectories)
     _add_board(app, service, config)
     add_metrics(app)
     return app
@@ -69,8 +72,8 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         wanted = Wanted(prompts, request.n, bound, request.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
-            return await _streamed(service, http, CompletionStream(request, model, naming, wanted))
-        return await _made(service, http, wanted, naming, partial(answers.completion, request, model, naming))
+            return await streamed(service, http, CompletionStream(request, model, naming, wanted))
+        return await made(service, http, wanted, naming, partial(answers.completion, request, model, naming))
 
     @app.post("/v1/chat/completions", responses=STREAM)
     async def chat_completions(request: ChatRequest, http: Request):
@@ -82,8 +85,8 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         wanted = Wanted(prompts, request.n, bound, chat.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
-            return await _streamed(service, http, ChatStream(chat, request, model, naming, wanted))
-        return await _made(service, http, wanted, naming, partial(answers.chat_completion, chat, model, naming))
+            return await streamed(service, http, ChatStream(chat, request, model, naming, wanted))
+        return await made(service, http, wanted, naming, partial(answers.chat_completion, chat, model, naming))
 
     @app.post("/inference/v1/generate", responses=STREAM)
     async def generate(request: TokensRequest, http: Request):
@@ -96,51 +99,8 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         naming = Naming.of(http.headers, sampled.seed)
         naming = naming._replace(group=await asyncio.to_thread(naming.group_of, prompt))  # once: features are large
         if request.stream:
-            return await _streamed(service, http, TokensStream(request, model, naming, wanted))
-        return await _made(service, http, wanted, naming, partial(answers.tokens, request, model, naming))
-
-
-async def _made(service: GatewayService, http: Request, wanted: Wanted, naming: Naming, body: Callable):
-    """Generates, and answers by `body`, unless the client has left."""
-    found = await _unless_gone(http, service.generate(http.scope["role"], wanted, naming))
-    if found is None:
-        return JSONResponse(error_body(499, "the client has left"), 499)
-    if failed := answers.failures(found):
-        raise SampleFailed(failed[0])
-    return JSONResponse(body(found))  # FastAPI would walk over every token of a dict
-
-
-async def _streamed(service: GatewayService, http: Request, stream: AnswerStream):
-    """Answers by events. A refusal comes before the first one, with its own status."""
-    parts = service.stream(http.scope["role"], stream.wanted, stream.naming)
-    first = await _unless_gone(http, anext(parts))
-    if first is None:
-        await parts.aclose()
-        return JSONResponse(error_body(499, "the client has left"), 499)
-
-    async def events():
-        async with aclosing(parts):
-            for event in stream.events(*first):
-                yield event
-            async for number, part in parts:
-                for event in stream.events(number, part):
-                    yield event
-            for event in stream.last():
-                yield event
-
-    return EventStream(events(), lambda error: error_of(error)[0])
-
-
-async def _unless_gone(http: Request, work: Awaitable):
-    """Returns the work's result; None if the client leaves first, which cancels the work."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(left(http.receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        watch.cancel()
-        task.cancel()
+            return await streamed(service, http, TokensStream(request, model, naming, wanted))
+        return await made(service, http, wanted, naming, partial(answers.tokens, request, model, naming))
 
 
 def _add_model(app: FastAPI, service: GatewayService) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.gateway.chat.chat import Chat
-from tailrace.app.gateway.chat.conversations import Conversations
+from tailrace.app.gateway.chat.conversations import AnsweredTurns, Conversations
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.chat.tool_calls import ToolParser
 from tailrace.app.gateway.edge.errors import UnknownModel
@@ -105,10 +105,12 @@ class GatewayService:
         parser = None if name is None else ToolParser(name, prompts.tokenizer)
         return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser)
 
-    async def chat(self, request: ChatRequest) -> Chat:
-        """Returns the chat of a request. Raises ValueError, one line, if the request cannot be met."""
-        model = await self.model(request.model)
-        return await asyncio.to_thread(Chat, request, model.prompts, self._conversations, model.tool_parser)
+    async def chat(self, request: ChatRequest, turns: AnsweredTurns | None = None) -> Chat:
+        """Returns the chat of a request. `turns`: those that it may continue, by default all that were answered here.
+        Raises ValueError, one line, if the request cannot be met.
+        """
+        model, known = await self.model(request.model), self._conversations if turns is None else turns
+        return await asyncio.to_thread(Chat, request, model.prompts, known, model.tool_parser)
 
     async def generate(self, role: Role, wanted: Wanted, naming: Naming) -> list[list[SampleAnswer]]:
         """Returns the samples of each prompt. Cancelling the call ends them."""

@@ -23,6 +23,7 @@ from tailrace.app.http.adapters import GatewayAdapters
 from tailrace.app.http.connections import Connections
 from tailrace.app.http.gateway_connection import GatewayConnection
 from tailrace.app.http.samples import GatewaySamples
+from tailrace.app.http.trajectory import CapturedTrajectory
 from tailrace.app.http.weights import GatewayWeights, WeightInfo
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsLoaded
@@ -107,6 +108,18 @@ class Client:
             await asyncio.gather(*calls, return_exceptions=True)
 
     rollout_blocking = blocking_iterator(rollout)
+
+    # ---- trajectories ------------------------------------------------------------------------------
+
+    async def trajectory(self, **request) -> CapturedTrajectory:
+        """Opens a trajectory: a base URL and a key for a harness, whose turns become training rows.
+
+        `request`: `group`, `index`, `seed`, `step`, `weights_version`, `model` and `limits` (`turns`, `tokens`,
+        `seconds`, `branches`), as in `POST /v1/trajectories`. Raises RolloutRejected for others.
+        """
+        return CapturedTrajectory(self._connection, await self._connection.ask("POST", "/v1/trajectories", request))
+
+    trajectory_blocking = blocking(trajectory)
 
     # ---- weights -----------------------------------------------------------------------------------
 

@@ -37,16 +37,35 @@ class EventStream(Response):
 
     async def _send(self, send) -> None:
         async def body(text: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         async with aclosing(self._events) as events:
             try:
                 async for event in events:
-                    await body(event if isinstance(event, str) else json.dumps(event))
+                    await body(self.framed(event))
             except Exception as error:  # noqa: BLE001 - the status is sent: any error becomes an event
-                await body(json.dumps(self._error_event(error)))
-        await body("[DONE]", more=False)
+                await body(self.framed(self._error_event(error)))
+        await body(self.last, more=False)
+
+    last = "data: [DONE]\n\n"
+
+    @staticmethod
+    def framed(event: dict | str) -> str:
+        """Returns the lines of an event."""
+        return f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
+
+
+class NamedEventStream(EventStream):
+    """Events of a dialect that names them, by their field `type`; the last one says that it is the last. An event may
+    be its lines.
+    """
+
+    last = ""
+
+    @staticmethod
+    def framed(event: dict | str) -> str:
+        return event if isinstance(event, str) else f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
 async def left(receive) -> None:

@@ -18,6 +18,7 @@ from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.batches.token_log import TokenLog, unlogged
+from tailrace.deployments.batches.trajectories import Trajectories
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
 from tailrace.deployments.coordinator.admission import Admission
@@ -132,6 +133,7 @@ class Rollouts:
             observe=self._observe_now,
         )
         self.deliveries.session_loads = self.sessions.loads
+        self.trajectories = Trajectories(nonce, loop.now, self.sessions.cancel)
         self._heard = False  # True once a replica has reported
         self.contained: Counter[str] = Counter()  # contained errors, by place and kind
         self.unix_s = time.time() - loop.now()  # unix seconds at the clock's 0
@@ -262,6 +264,7 @@ class Rollouts:
         self.loop.look_ends()
         if gone := self.deliveries.expire() + self.sessions.sweep(hasty=self.core_holder.due):
             self.contained["drivers.silent"] += gone
+        self.trajectories.sweep()
 
     def _abort_orphans(self, reports: list[EngineStats]) -> None:
         """Stops chunks that have no caller: an earlier coordinator started them, or their call was lost. Also stops

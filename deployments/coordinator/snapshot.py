@@ -66,6 +66,7 @@ def book_sizes(rollouts: "Rollouts") -> dict[str, int]:
         "at_admission": len(rollouts.admission.waiting),
         "deliveries": len(rollouts.deliveries),
         "sessions": len(rollouts.sessions),
+        "trajectories": len(rollouts.trajectories),
         "events": len(rollouts.loop),
         "tasks": len(rollouts.loop.tasks) + rollouts.deliveries.submitting + rollouts.sessions.submitting,
         "trails": rollouts.trails.unended,

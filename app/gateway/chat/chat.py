@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from tailrace.app.gateway.chat.conversations import AnsweredTurn, Conversations, digest_after, digest_of
+from tailrace.app.gateway.chat.conversations import AnsweredTurn, AnsweredTurns, digest_after, digest_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.chat.tool_calls import RequestedCalls, ToolParser
@@ -19,10 +19,14 @@ from tailrace.policies.protocol.actions import SampleEnd
 
 
 class Chat:
-    """One chat request. `token_ids`: its prompt. `calls`: how its answers may call tools, or None."""
+    """One chat request. `token_ids`: its prompt. `calls`: how its answers may call tools, or None. `answer`: message of
+    the last answer that was kept.
+    """
+
+    answer: dict
 
     def __init__(
-        self, request: ChatRequest, prompts: Prompts, conversations: Conversations, tool_parser: ToolParser | None
+        self, request: ChatRequest, prompts: Prompts, conversations: AnsweredTurns, tool_parser: ToolParser | None
     ):
         """Raises ValueError, one line, if the request cannot be met."""
         self.request, self._prompts, self._conversations = request, prompts, conversations
@@ -90,6 +94,7 @@ class Chat:
 
     def keep(self, message: dict, prompt: Sequence[int], sample: SampleResult) -> None:
         """Stores the token ids of an answer, for requests that append to its message."""
+        self.answer = message
         ended = sample.finish_reason is SampleEnd.STOP
         if isinstance(sample.stop_reason, str) or not (ended or sample.finish_reason is SampleEnd.LENGTH):
             return  # a stop text is not in the message, and its tokens must not be in the next prompt

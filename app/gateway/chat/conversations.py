@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,14 @@ class AnsweredTurn(NamedTuple):
 
     token_ids: np.ndarray
     closing: int | None
+
+
+class AnsweredTurns(Protocol):
+    """Turns by the digest of their messages."""
+
+    def keep(self, digest: bytes, turn: AnsweredTurn) -> None: ...
+
+    def find(self, digest: bytes) -> AnsweredTurn | None: ...
 
 
 class Conversations:

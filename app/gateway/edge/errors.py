@@ -55,6 +55,10 @@ class UnknownModel(ValueError):
     """A request names a model that is not served."""
 
 
+class UnknownTrajectory(ValueError):
+    """There is no such trajectory, or it has ended."""
+
+
 class ErrorInfo(BaseModel):
     """`code`: the status."""
 
@@ -104,7 +108,7 @@ def status_of(error: BaseException) -> int:
     """Returns the HTTP status of an error of the client."""
     if isinstance(error, SampleFailed):
         return error.status
-    if isinstance(error, UnknownModel):
+    if isinstance(error, UnknownModel | UnknownTrajectory):
         return 404
     return refused.status_of(error) or (503 if isinstance(error, lost_service()) else 500)
 

@@ -6,6 +6,7 @@ from itertools import chain
 
 import httpx
 import pytest
+from chatting_prompts import ChattingPrompts
 from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play as play_on
 from virtual_cluster import play_gateway
@@ -15,25 +16,11 @@ from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.messages.roles import Role
-from tailrace.lab.fuzz.cluster import SimulatedPrompts
 from tailrace.lab.fuzz.drivers import driver_client
 from tailrace.lab.fuzz.token_law import EOS, VOCABULARY
 
 PROMPT = [5, 6, 7]
 CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
-
-
-class ChattingPrompts(SimulatedPrompts):
-    """A chat is its messages' numbers in a row, those of a user after a 3; each answer is a 9 after a 4."""
-
-    closing = str(EOS)
-
-    def chat(self, messages, add_generation_prompt=True, **template) -> str:
-        numbers = [f"3 {one['content']} {EOS}" if one["role"] == "user" else f"4 9 {EOS}" for one in messages]
-        return " ".join([*numbers, "4"] if add_generation_prompt else numbers)
-
-    def piece(self, token_id: int) -> str:
-        return str(token_id)
 
 
 @pytest.fixture

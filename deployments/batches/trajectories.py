@@ -1,0 +1,87 @@
+"""Trajectories in progress: their turns, so that any gateway can go on with them.
+
+Invariant: a turn is recorded once. A trajectory is here from its opening until it is ended or its time has passed; then
+nothing of it is left. Called by the coordinator and its loop.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from tailrace.deployments.messages.rollout import Rejected, RejectedBy, checked
+from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
+
+MAX_TRAJECTORIES = 16_384
+"""Maximum number of trajectories in progress: one of 45 turns and 30,000 tokens takes 230 KB
+here."""
+
+
+@dataclass(eq=False, slots=True)
+class OpenTrajectory:
+    opening: TrajectoryOpening
+    ends_s: float
+    turns: list[TrajectoryTurn] = field(default_factory=list)
+    places: dict[tuple, int] = field(default_factory=dict)  # of turns, by what is unique to each
+
+    def add(self, turn: TrajectoryTurn) -> int:
+        prompt = blake2b(turn.prompt_token_ids.array.tobytes(), digest_size=16).digest()
+        place = self.places.setdefault((turn.parent, turn.turn, prompt), len(self.turns))
+        if place == len(self.turns):
+            self.turns.append(turn)
+        return place
+
+
+class Trajectories:
+    """`epoch`: this coordinator's name. `now`: returns seconds. `release`: ends the samples of a session, group and
+    index.
+    """
+
+    def __init__(self, epoch: str, now: Callable[[], float], release: Callable[[str, str, int], object]):
+        self._epoch, self._now, self._release = epoch, now, release
+        self._open: dict[str, OpenTrajectory] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, opening: TrajectoryOpening, left_s: float, turns: tuple[TrajectoryTurn, ...]) -> Rejected | None:
+        """Opens a trajectory for `left_s` seconds, or does nothing if it is open. `turns`: those that it had before a
+        loss.
+        """
+        if isinstance(opening := checked(TrajectoryOpening, opening), Rejected):
+            return opening
+        if opening.trajectory_id in self._open:
+            return None
+        if len(self._open) >= MAX_TRAJECTORIES:
+            return Rejected(reason=f"{MAX_TRAJECTORIES} trajectories are open; end some", by=RejectedBy.QUOTA)
+        found = self._open[opening.trajectory_id] = OpenTrajectory(opening, self._now() + left_s)
+        for turn in turns:
+            found.add(turn)
+        return None
+
+    def read(self, name: str, epoch: str, known: int) -> TrajectoryState:
+        """Returns a trajectory, without the first `known` turns if the asker knows them from this coordinator."""
+        found = self._open.get(name)
+        if found is None or found.ends_s <= self._now():
+            return TrajectoryState(opening=None, epoch=self._epoch)
+        turns = tuple(found.turns[known if epoch == self._epoch else 0 :])
+        left_s = found.ends_s - self._now()
+        return TrajectoryState(opening=found.opening, turns=turns, left_s=left_s, epoch=self._epoch)
+
+    def add(self, name: str, epoch: str, turn: TrajectoryTurn) -> int | None:
+        """Records a turn. Returns its place, or None if the trajectory has ended, or if the turn's parent is numbered
+        by another coordinator.
+        """
+        return self._open[name].add(turn) if name in self._open and epoch == self._epoch else None
+
+    def end(self, name: str) -> TrajectoryState:
+        """Ends a trajectory and releases its KV. Returns all of it."""
+        state = self.read(name, "", 0)
+        if (found := self._open.pop(name, None)) is not None:
+            opening = found.opening
+            self._release(opening.settings.batch_id, opening.group, opening.index)
+        return state
+
+    def sweep(self) -> None:
+        """Ends trajectories whose time has passed."""
+        for name in [name for name, one in self._open.items() if one.ends_s <= self._now()]:
+            self.end(name)

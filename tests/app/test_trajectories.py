@@ -1,0 +1,300 @@
+"""Trajectories without a service: the tree of turns, its rows, keys and limits, the book of the coordinator."""
+
+import asyncio
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from tailrace.app.gateway.access_control import AccessControl
+from tailrace.app.gateway.edge.errors import UnknownTrajectory
+from tailrace.app.gateway.gateway_config import GatewayConfig
+from tailrace.app.gateway.trajectories.requests import OpenRequest
+from tailrace.app.gateway.trajectories.rows import rows_of, trajectory_body
+from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
+from tailrace.app.gateway.trajectories.tree import AGAIN, TrajectoryTree
+from tailrace.deployments.batches import trajectories as book
+from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected
+from tailrace.deployments.messages.trajectory import StoredResponse, TrajectoryOpening, TrajectoryTurn
+
+
+def opening(name: str = "a" * 32, **limits) -> TrajectoryOpening:
+    settings = BatchSettings(batch_id="http-0-0")
+    return TrajectoryOpening(
+        trajectory_id=name, key_digest="0", settings=settings, group="g", index=3, limits=limits or {}
+    )
+
+
+def turn_of(begun, token_ids: list[int], **others) -> TrajectoryTurn:
+    values = {
+        "parent": begun.parent, "turn": begun.turn, "conversation": bytes(token_ids), "message": bytes(token_ids[-1:]),
+        "closing": None, "prompt_token_ids": begun.prompt.tolist(), "token_ids": token_ids,
+        "logprobs": [-1.0] * len(token_ids), "versions": ((0, 0, len(token_ids)),), "finish_reason": "stop",
+        "reencoded_tokens": begun.reencoded_tokens, "prompt_key": "k",
+    }  # fmt: skip
+    return TrajectoryTurn(**values | others)
+
+
+def answered(tree: TrajectoryTree, prompt: list[int], answer: list[int], messages=(), **others) -> TrajectoryTurn:
+    turn = turn_of(tree.begin(prompt, messages), answer, **others)
+    tree.add([turn])
+    return turn
+
+
+@pytest.fixture
+def tree() -> TrajectoryTree:
+    return TrajectoryTree(opening(), "epoch")
+
+
+def test_a_prompt_continues_the_turn_with_the_longest_context_that_it_begins_with(tree):
+    first = answered(tree, [1, 2], [3, 4])
+    second = answered(tree, [1, 2, 3, 4, 5], [6])
+    assert (first.parent, first.turn) == (None, 0) and list(first.prompt_token_ids) == [1, 2]
+    assert (second.parent, second.turn) == (0, 1) and list(second.prompt_token_ids) == [5]
+    third = answered(tree, [1, 2, 3, 4, 5, 6, 7], [8])
+    assert (third.parent, third.turn, list(third.prompt_token_ids)) == (1, 2, [7])
+    branch = answered(tree, [1, 2, 3, 4, 9], [8])  # from the first answer
+    assert (branch.parent, branch.turn, list(branch.prompt_token_ids)) == (0, 1, [9])
+    compacted = answered(tree, [1, 2, 3], [4])  # ends within an answer
+    assert (compacted.parent, list(compacted.prompt_token_ids)) == (None, [1, 2, 3])
+    assert tree.branches == 2 and tree.leaves() == [2, 3, 4] and tree.line(2) == [0, 1, 2]
+
+
+def test_the_same_prompt_again_is_another_sample_also_while_the_first_is_open(tree):
+    begun = tree.begin([1], ()), tree.begin([1], ())
+    assert [one.turn for one in begun] == [0, AGAIN]
+    tree.begun.discard(begun[0])
+    tree.add([turn_of(begun[0], [2])])
+    assert tree.begin([1], ()).turn == AGAIN * 2
+    del begun
+    assert tree.begin([1], ()).turn == AGAIN, "a request that has gone leaves nothing"
+
+
+def test_rows_train_each_sampled_token_once_whatever_the_branches(tree):
+    rng = Random(0)
+    for number in range(40):
+        at = rng.choice([None, *range(len(tree.turns))])
+        context = [] if at is None else tree.context(at).tolist()
+        answered(tree, [*context, *(rng.randrange(99) for _ in range(rng.randint(1, 4)))], [100 + number] * 3,
+                 versions=((7, 0, 1), (8, 1, 3)))  # fmt: skip
+    rows = rows_of(tree)
+    trained = [token for row in rows for token, one in zip(row["token_ids"], row["mask"], strict=True) if one]
+    assert sorted(trained) == sorted([100 + number for number in range(40)] * 3)
+    for row in rows:
+        assert len(row["token_ids"]) == len(row["mask"]) == len(row["logprobs"])
+        for turn in row["turns"]:
+            assert row["token_ids"][turn["start"] : turn["end"]] == [100 + turn["turn"]] * 3
+            assert row["logprobs"][turn["start"] : turn["end"]] == [-1.0] * 3
+            first, second = turn["weight_versions"]
+            assert (first["version"], first["start"], second["version"]) == (7, turn["start"], 8)
+            assert first["end"] == second["start"] and second["end"] == turn["end"]
+        parents = [turn["parent"] for turn in row["turns"]]
+        assert parents == [None, *(turn["turn"] for turn in row["turns"][:-1])]
+    assert len(rows) == len(tree.leaves()) == tree.branches + 1
+    assert trajectory_body(tree, 0.5)["sampled_tokens"] == 120
+
+
+def test_sampled_tokens_that_a_prompt_has_as_text_are_counted(tree):
+    answered(tree, [1], [2, 3, 4], message=b"one")
+    going = answered(tree, [1, 2, 3, 4, 5], [6], messages=[b"one"], message=b"two")
+    assert going.reencoded_tokens == 0, "its tokens are the sampled ones"
+    again = answered(tree, [7, 2, 33, 5], [6], messages=[b"one", b"two", b"of another"])
+    assert again.reencoded_tokens == 4 and trajectory_body(tree)["reencoded_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"), [({"turns": 2}, "turns"), ({"tokens": 4}, "tokens"), ({"branches": 0}, "branches")]
+)
+def test_a_turn_beyond_a_limit_is_refused_in_one_line(limits, name):
+    tree = TrajectoryTree(opening(**limits), "epoch")
+    answered(tree, [1], [2, 3])
+    answered(tree, [1, 2, 3, 4], [5, 6])
+    with pytest.raises(ValueError, match=f"limits.{name}: the trajectory has"):
+        tree.begin([9] if name == "branches" else [1, 2, 3, 4, 5, 6, 7], ())
+
+
+def test_requests_in_progress_count_for_the_limit_of_turns():
+    tree = TrajectoryTree(opening(turns=2), "epoch")
+    held = [tree.begin([number], ()) for number in range(2)]
+    with pytest.raises(ValueError, match=r"limits\.turns"):
+        tree.begin([9], ())
+    assert len(held) == 2
+
+
+def test_messages_of_stored_responses_are_those_of_the_chain(tree):
+    for number, previous in enumerate((None, "r0", "r1")):
+        messages = f'[{{"role": "user", "content": "{number}"}}]'
+        answered(tree, [number], [1], response=StoredResponse(id=f"r{number}", previous=previous, messages=messages))
+    assert [one["content"] for one in tree.said("r2")] == ["0", "1", "2"] and tree.said(None) == []
+    with pytest.raises(UnknownTrajectory, match="previous_response_id: 'r9'"):
+        tree.said("r9")
+
+
+# ---- the coordinator's book, and gateways over it ----------------------------------------------------
+
+
+class Calls:
+    """The calls of one role, over a book in this process; it can be lost."""
+
+    def __init__(self):
+        self.seconds, self.released = 0.0, []
+        self.lose()
+
+    def lose(self) -> None:
+        self.book = book.Trajectories(f"epoch-{id(object())}-{self.seconds}", self.now, self.release)
+        self.seconds += 1.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def release(self, *sample) -> None:
+        self.released.append(sample)
+
+    async def open(self, *arguments) -> None:
+        turns = arguments[2] if len(arguments) > 2 else ()
+        assert not isinstance(self.book.open(*arguments[:2], turns), Rejected)
+
+    async def read(self, name, epoch="", known=0):
+        return self.book.read(name, epoch, known)
+
+    async def add(self, *arguments):
+        return self.book.add(*arguments)
+
+    async def end(self, name, reward):
+        return self.book.end(name)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+def gateway(calls: Calls) -> GatewayTrajectories:
+    return GatewayTrajectories(lambda role: calls)
+
+
+async def turned(one: GatewayTrajectories, name: str, prompt: list[int], answer: list[int]) -> None:
+    tree = await one.tree(Role.EVALUATOR, name)
+    await one._add(Role.EVALUATOR, tree, turn_of(tree.begin(prompt, ()), answer))
+
+
+def test_gateways_go_on_with_each_other_s_turns_and_after_a_lost_coordinator(calls):
+    async def story():
+        one, other = gateway(calls), gateway(calls)
+        name, key = await one.open(Role.EVALUATOR, OpenRequest(group="g", index=2, limits={"turns": 9}))
+        await turned(one, name, [1], [2])
+        await turned(other, name, [1, 2, 3], [4])
+        await turned(one, name, [1, 2, 3, 4, 5], [6])
+        calls.lose()
+        assert await one.is_key(name, key.encode())
+        await turned(one, name, [1, 2, 3, 4, 5, 6, 7], [8])
+        tree = await other.tree(Role.EVALUATOR, name)
+        assert len(rows_of(tree)) == 1 and tree.context(3).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+        ended = await other.end(Role.EVALUATOR, name, 1.0)
+        assert len(ended.turns) == 4 and calls.released == [("http-0-0", "g", 2)] and not len(calls.book)
+        for gone in (one, other):
+            with pytest.raises(UnknownTrajectory):
+                await gone.tree(Role.EVALUATOR, name)
+            assert not await gone.is_key(name, key.encode()) and not gone._known
+
+    asyncio.run(story())
+
+
+def test_a_turn_in_flight_finds_its_place_in_a_tree_that_lacks_its_parent(calls):
+    async def story():
+        one, other = gateway(calls), gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest())
+        await turned(one, name, [1], [2])
+        await other.tree(Role.EVALUATOR, name)
+        await turned(one, name, [1, 2, 3], [4])
+        tree = await one.tree(Role.EVALUATOR, name)
+        begun = tree.begin([1, 2, 3, 4, 5], ())
+        calls.lose()
+        await other.tree(Role.EVALUATOR, name)  # gives the new coordinator what it knows: one turn
+        await one._add(Role.EVALUATOR, tree, turn_of(begun, [6]))
+        found = await other.tree(Role.EVALUATOR, name)
+        assert found.line(1) == [0, 1] and list(found.turns[1].prompt_token_ids) == [3, 4, 5]
+        await other.end(Role.EVALUATOR, name, None)
+        with pytest.raises(UnknownTrajectory):
+            await one._add(Role.EVALUATOR, tree, turn_of(begun, [6]))
+
+    asyncio.run(story())
+
+
+def test_a_turn_is_recorded_once_however_often_it_is_sent(calls):
+    tree = TrajectoryTree(opening(), "epoch")
+    turn, name = turn_of(tree.begin([1], ()), [2]), opening().trajectory_id
+    epoch = calls.book.read(name, "", 0).epoch
+    assert calls.book.add(name, epoch, turn) is None
+    calls.book.open(opening(), 5.0, ())
+    calls.book.open(opening(), 9.0, (turn, turn))  # it is open
+    assert [calls.book.add(name, epoch, turn) for _ in range(2)] == [0, 0]
+    assert calls.book.add(name, "another", turn) is None
+    state = calls.book.read(name, "", 7)
+    assert len(state.turns) == 1 and state.left_s == 5.0
+    assert calls.book.read(name, state.epoch, 1).turns == ()
+    calls.seconds += 5.0
+    assert calls.book.read(name, state.epoch, 0).opening is None
+    calls.book.sweep()
+    assert not len(calls.book) and calls.released == [("http-0-0", "g", 3)]
+
+
+def test_the_number_of_trajectories_is_limited(calls, monkeypatch):
+    monkeypatch.setattr(book, "MAX_TRAJECTORIES", 1)
+    assert calls.book.open(opening(), 5.0, ()) is None
+    refused = calls.book.open(opening("b" * 32), 5.0, ())
+    assert refused.reason == "1 trajectories are open; end some"
+
+
+@pytest.mark.parametrize(
+    "body", [{"group": ""}, {"index": -1}, {"limits": {"turns": 0}}, {"limits": {"days": 1}}, {"unknown": 1}]
+)
+def test_a_bad_opening_is_refused(body):
+    with pytest.raises(ValidationError):
+        OpenRequest(**body)
+
+
+def status_of(path: str, headers: dict[str, str], tokens_file: str | None, is_key) -> tuple[int, Role | None]:
+    """Status of a request that every route answers, and the role that it comes with."""
+    found = []
+
+    async def app(scope, receive, send) -> None:
+        found.append(scope["role"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message) -> None:
+        if message["type"] == "http.response.start":
+            found.insert(0, message["status"])
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
+    asyncio.run(AccessControl(app, GatewayConfig(tokens_file=tokens_file), is_key)(scope, None, send))
+    return (found[0], found[1] if len(found) > 1 else None)
+
+
+def test_a_key_opens_its_trajectory_alone_and_a_role_s_token_every_one(tmp_path):
+    async def is_key(name: str, given: bytes) -> bool:
+        return (name, given) == ("mine", b"the-key")
+
+    file = tmp_path / "tokens"
+    file.write_text(f"trainer {'t' * 16}\n")
+    key, token = {"authorization": "Bearer the-key"}, {"authorization": f"Bearer {'t' * 16}"}
+    for tokens_file in (None, str(file)):
+        for headers in (key, {"x-api-key": "the-key"}):
+            assert status_of("/v1/trajectories/mine", headers, tokens_file, is_key) == (200, Role.EVALUATOR)
+            assert status_of("/v1/trajectories/mine/v1/messages", headers, tokens_file, is_key)[0] == 200
+            assert status_of("/v1/trajectories/theirs/messages", headers, tokens_file, is_key)[0] == 401
+        for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer "}):
+            assert status_of("/v1/trajectories/mine", headers, tokens_file, is_key)[0] == 401
+    assert status_of("/v1/trajectories/theirs", token, str(file), is_key) == (200, Role.TRAINER)
+    for path in ("/v1/trajectories", "/v1/completions", "/update_weights"):
+        assert status_of(path, key, str(file), is_key)[0] == 401
+    assert status_of("/v1/trajectories", {}, None, is_key) == (200, Role.EVALUATOR)
+
+
+def test_ids_from_paths_are_checked_before_anything_is_asked():
+    one = GatewayTrajectories(lambda role: SimpleNamespace())
+    for name in ("", "..", "A" * 32, "a" * 31, "a" * 33, "a" * 31 + "\n"):
+        assert not asyncio.run(one.is_key(name, b"key"))

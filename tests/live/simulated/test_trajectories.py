@@ -1,0 +1,283 @@
+"""Trajectories over the simulated cluster: unmodified clients with a base URL and a key alone, and their rows."""
+
+import asyncio
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+from chatting_prompts import ChattingPrompts
+from virtual_cluster import play as play_on
+
+from tailrace.app.gateway.gateway_config import GatewayConfig
+from tailrace.app.gateway.routes import make_app
+from tailrace.app.gateway.service import GatewayService, ServedModel
+from tailrace.deployments.batches.trajectories import Trajectories as Book
+from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.token_law import EOS
+
+URL = "http://gateway/v1/trajectories"
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Runs a story with gateways over a cluster: `story(cluster, http, other)`."""
+
+    def run(story, **sizes):
+        async def with_gateways(cluster, client):
+            def gateway() -> httpx.AsyncClient:
+                service = GatewayService(lambda role: driver_client(cluster), GatewayConfig())
+                service._model = ServedModel("simulated", "simulated", 512, ChattingPrompts())
+                return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(service, GatewayConfig())))
+
+            async with gateway() as http, gateway() as other:
+                await story(cluster, http, other)
+
+        play_on(with_gateways, tmp_path, **({"mean_tokens": 20} | sizes))
+
+    return run
+
+
+async def opened(http, **body) -> dict:
+    answer = await http.post(URL, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def client_of(http, trajectory: dict) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=trajectory["base_url"], api_key=trajectory["api_key"], http_client=http, max_retries=0
+    )
+
+
+async def said(client, messages: list[dict], stream: bool = False, **more) -> list[dict]:
+    """The conversation after one more answer, as a harness keeps it."""
+    asked = client.chat.completions.create(model="any-model", messages=messages, **more)
+    if not stream:
+        return [*messages, (await asked).choices[0].message.model_dump(exclude_none=True)]
+    text = ""
+    async for event in await client.chat.completions.create(model="any-model", messages=messages, stream=True, **more):
+        text += event.choices[0].delta.content or "" if event.choices else ""
+    asked.close()
+    return [*messages, {"role": "assistant", "content": text}]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+async def read(http, trajectory: dict) -> dict:
+    headers = {"Authorization": f"Bearer {trajectory['api_key']}"}
+    answer = await http.get(f"{URL}/{trajectory['id']}", headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def is_gone(http, trajectory: dict) -> bool:
+    """Whether a gateway knows it no longer, or its key neither."""
+    headers = {"Authorization": f"Bearer {trajectory['api_key']}"}
+    return (await http.get(f"{URL}/{trajectory['id']}", headers=headers)).status_code in (401, 404)
+
+
+async def rewarded(http, trajectory: dict, reward: float = 1.0) -> dict:
+    headers = {"Authorization": f"Bearer {trajectory['api_key']}"}
+    answer = await http.post(f"{URL}/{trajectory['id']}/reward", json={"reward": reward}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_turns_of_an_openai_client_are_one_row_whole_or_streamed(play):
+    async def story(cluster, http, other):
+        found = []
+        for stream in (False, True):
+            trajectory = await opened(http, group="task", index=3, seed=9)
+            client = client_of(http, trajectory)
+            messages = [user("5 6")]
+            for word in ("7", "8", "9"):
+                messages = await said(client, messages, stream)
+                messages.append(user(word))
+            body = await rewarded(http, trajectory)
+            (row,) = body["rows"]
+            assert body["turns"] == 3 and body["branches"] == body["reencoded_tokens"] == 0 and body["reward"] == 1.0
+            assert [one["parent"] for one in row["turns"]] == [None, 0, 1]
+            assert len(row["token_ids"]) == len(row["mask"]) == len(row["logprobs"]) == row["turns"][-1]["end"]
+            sampled = [place for one in row["turns"] for place in range(one["start"], one["end"])]
+            assert [place for place, one in enumerate(row["mask"]) if one] == sampled
+            assert all(row["logprobs"][place] < 0.0 for place in sampled) and sum(row["mask"]) == body["sampled_tokens"]
+            assert row["token_ids"][:5] == [3, 5, 6, EOS, 4]
+            for turn in row["turns"][:-1]:
+                assert row["token_ids"][turn["end"] - 1] == EOS, "an end is sampled, and not encoded again"
+                assert row["token_ids"][turn["end"]] == 3
+                assert [one["version"] for one in turn["weight_versions"]] == [0]
+            found.append(row)
+        assert found[0] == found[1], "under the same names they have the same tokens"
+
+    play(story)
+
+
+def test_a_prompt_that_does_not_continue_is_a_branch_and_each_token_is_trained_once(play):
+    async def story(cluster, http, other):
+        trajectory = await opened(http, seed=4)
+        client = client_of(http, trajectory)
+        first = await said(client, [user("5 6")])
+        await said(client, [*first, user("7")])
+        await said(client, [*first, user("8")])  # from the first answer
+        same, again = await asyncio.gather(*(said(client, [user("9")]) for _ in range(2)))  # a sub-agent, twice
+        assert same != again
+        edited = [user("5 6 6"), *first[1:], user("7")]  # the answer as text of another conversation
+        await said(client, edited)
+        body = await rewarded(http, trajectory)
+        assert body["turns"] == 6 and len(body["rows"]) == 5 and body["branches"] == 4
+        assert sum(sum(row["mask"]) for row in body["rows"]) == body["sampled_tokens"]
+        one, two = body["rows"][:2]
+        start, end = one["turns"][0]["start"], one["turns"][0]["end"]
+        assert one["token_ids"][:end] == two["token_ids"][:end]
+        assert all(one["mask"][start:end]) and not any(two["mask"][start:end])
+        assert body["reencoded_tokens"] == end - start, "the edited conversation's"
+
+    play(story)
+
+
+def test_another_gateway_goes_on_and_so_does_this_one_after_a_lost_coordinator(play):
+    async def story(cluster, http, other):
+        trajectory = await opened(http, seed=2)
+        messages = await said(client_of(http, trajectory), [user("5")])
+        messages = await said(client_of(other, trajectory), [*messages, user("6")])
+        messages = await said(client_of(http, trajectory), [*messages, user("7")])
+        cluster.coordinator.rollouts.trajectories = Book("another", lambda: 0.0, lambda *sample: 0)
+        messages = await said(client_of(http, trajectory), [*messages, user("8")])
+        messages = await said(client_of(other, trajectory), [*messages, user("9")])
+        body = await rewarded(other, trajectory)
+        assert len(body["rows"]) == 1 and body["turns"] == 5
+        for one in (http, other):
+            assert await is_gone(one, trajectory)
+
+    play(story)
+
+
+def test_a_key_opens_its_own_trajectory_and_nothing_else(play):
+    async def story(cluster, http, other):
+        mine, theirs = await opened(http), await opened(http)
+        for key in (theirs["api_key"], "tj-wrong", ""):
+            for gateway in (http, other):
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                assert (await gateway.get(f"{URL}/{mine['id']}", headers=headers)).status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            await said(client_of(http, mine | {"api_key": theirs["api_key"]}), [user("5")])
+        for name in ("0" * 32, "%2e%2e", "x", ""):
+            headers = {"x-api-key": mine["api_key"]}
+            assert (await http.get(f"{URL}/{name}/models", headers=headers)).status_code in (401, 404)
+        assert (await http.get(f"{URL}/{mine['id']}/models", headers=headers)).status_code == 200
+        for one in (mine, theirs):
+            await rewarded(http, one)
+            assert await is_gone(http, one)
+
+    play(story)
+
+
+def test_limits_refuse_a_turn_in_one_line_and_time_drops_all(play):
+    async def story(cluster, http, other):
+        limits = ({"turns": 1}, "limits.turns"), ({"tokens": 3}, "limits.tokens"), ({"branches": 0}, "limits.branches")
+        for given, name in limits:
+            trajectory = await opened(http, limits=given)
+            client = client_of(http, trajectory)
+            messages = await said(client, [user("5")])
+            if name == "limits.tokens":
+                assert (await read(http, trajectory))["sampled_tokens"] <= 3
+            with pytest.raises(openai.BadRequestError, match=name):
+                await said(client, [user("6")])
+                await said(client, [*messages, user("6")])
+            await rewarded(http, trajectory)
+        short = await opened(http, limits={"seconds": 5.0})
+        await said(client_of(http, short), [user("5")])
+        await asyncio.sleep(6.0)
+        assert await is_gone(http, short)
+        refused = await http.post(URL, json={"limits": {"turns": 0}})
+        assert refused.status_code == 400 and "limits.turns" in refused.text
+        with pytest.raises(openai.BadRequestError, match="n: 2 answers"):
+            trajectory = await opened(http)
+            try:
+                await said(client_of(http, trajectory), [user("5")], n=2)
+            finally:
+                await rewarded(http, trajectory)
+
+    play(story)
+
+
+def test_a_client_that_leaves_midway_leaves_no_turn(play):
+    async def story(cluster, http, other):
+        trajectory = await opened(http)
+        asking = asyncio.ensure_future(said(client_of(http, trajectory), [user("5")], max_tokens=300))
+        await asyncio.sleep(2.0)
+        asking.cancel()
+        await asyncio.sleep(3.0)
+        assert (await rewarded(http, trajectory))["rows"] == []
+
+    play(story, mean_tokens=10_000)
+
+
+def test_anthropics_client_makes_the_same_turns(play):
+    async def story(cluster, http, other):
+        expected = None
+        for dialect in ("openai", "whole", "streamed"):
+            trajectory = await opened(http, seed=5, group="g")
+            second = httpx2.AsyncClient(transport=httpx2.ASGITransport(http._transport.app))
+            client = anthropic.AsyncAnthropic(
+                base_url=trajectory["base_url"], api_key=trajectory["api_key"], http_client=second, max_retries=0
+            )
+            messages = [user("5 6")]
+            for word in ("7", "8"):
+                asked = {"model": "claude", "max_tokens": 8_000, "messages": messages}
+                if dialect == "openai":
+                    messages = await said(client_of(http, trajectory), messages)
+                elif dialect == "whole":
+                    counted = await client.messages.count_tokens(model="claude", messages=messages)
+                    answer = await client.messages.create(**asked)
+                    assert answer.usage.input_tokens == counted.input_tokens and answer.stop_reason == "end_turn"
+                    messages = [*messages, {"role": "assistant", "content": answer.content}]
+                else:
+                    async with client.messages.stream(**asked) as stream:
+                        answer = await stream.get_final_message()
+                    assert answer.stop_reason == "end_turn" and answer.usage.output_tokens > 0
+                    messages = [*messages, {"role": "assistant", "content": answer.content}]
+                messages = [*messages, user(word)]
+            body = await rewarded(http, trajectory)
+            expected = expected or body["rows"]
+            assert body["rows"] == expected and len(expected) == 1 and body["turns"] == 2
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.messages.create(model="claude", max_tokens=3, messages=[user("5")])
+
+    play(story)
+
+
+def test_responses_go_on_by_their_ids_or_by_their_items(play):
+    async def story(cluster, http, other):
+        expected = None
+        for dialect in ("openai", "ids", "items", "streamed ids", "streamed items"):
+            trajectory = await opened(http, seed=5, group="g")
+            client, items, previous = client_of(http, trajectory), [user("5 6")], None
+            messages = items
+            for word in ("7", "8", "9"):
+                if dialect == "openai":
+                    messages = [*await said(client, messages), user(word)]
+                    continue
+                asked = {"model": "gpt", "input": items, "previous_response_id": previous}
+                if dialect.startswith("streamed"):
+                    async with client.responses.stream(**{k: v for k, v in asked.items() if v}) as stream:
+                        answer = await stream.get_final_response()
+                else:
+                    answer = await client.responses.create(**asked)
+                assert answer.status == "completed" and answer.usage.output_tokens > 0 and answer.output_text
+                if dialect.endswith("ids"):
+                    previous, items = answer.id, word
+                else:
+                    items = [*items, *(one.model_dump(exclude_none=True) for one in answer.output), user(word)]
+            if previous:
+                with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+                    await client.responses.create(model="gpt", input="5", previous_response_id="resp_none")
+            body = await rewarded(http, trajectory)
+            expected = expected or body["rows"]
+            assert body["rows"] == expected and len(expected) == 1 and body["turns"] == 3, dialect
+
+    play(story)
