@@ -1,4 +1,4 @@
-"""Trajectories behind the proxy of Serve: unmodified packages of OpenAI and Anthropic, the Python client, the example."""
+"""Trajectories over the real proxy: unmodified packages of OpenAI and Anthropic, the Python client, the example."""
 
 import asyncio
 import json
