@@ -175,7 +175,7 @@ def test_the_last_of_mates_with_the_same_first_tokens_releases_the_blocks_of_the
 
 def test_keys_in_use_are_released_later_and_no_others(monkeypatch):
     monkeypatch.setattr(kv_pool_manager, "AGAIN_S", 0.02)
-    master, batch = Recording(in_use=(4,)), batch_of(SHORT, (3, 4))
+    master, batch = Recording(in_use=(4,)), batch_of(PROMPT, (1, 2, 3, 4))
 
     async def play(manager):
         manager.release(batch, release("g#0"))
