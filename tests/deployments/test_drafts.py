@@ -206,8 +206,8 @@ def test_what_a_lost_chunk_had_made_is_drafted(drafts):
     chunk_id = engine.start(0, 0, 60)
     engine.step()
     drafted = drafts._running[chunk_id]
-    drafts._read(drafted)
-    drafts._spread(drafted, 1, ANSWER[1:6])
+    drafts._read_all([drafted])
+    drafted.group.index.extend(0, 1, ANSWER[1:6])
     engine.step()
     assert engine.step()[chunk_id][:4] == ANSWER[2:6]
 

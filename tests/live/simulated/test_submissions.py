@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tailrace.app.calls.refused import RolloutRejected
+from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished
 
@@ -73,14 +74,18 @@ def test_tokens_are_written_if_the_core_counts_their_chunk_and_not_if_another_co
     async def story(cluster, client):
         rollouts, written = cluster.coordinator.rollouts, []
         core = rollouts.core_holder.present
-        made = SimpleNamespace(
-            write=lambda: written.append("tokens"),
+        made = MadeTokens(
             batch=SimpleNamespace(progress_s=0.0),
+            sample=SimpleNamespace(append=lambda *_: written.append("tokens")),
+            start=0,
             result=SimpleNamespace(weights_version=0, token_ids=(), pulled_tokens=0),
+            replica_id="r",
+            weights_digest="",
+            adapter_digest="",
         )
         finished = ChunkFinished(rollouts.loop.now(), "c", 0, ChunkEnd.LENGTH, 0)
         for counts, expected in ((False, []), (True, ["tokens"])):
-            fake = {"is_running": lambda _: True, "counts_tokens": lambda _, so=counts: so, "observe": lambda _: None}
+            fake = {"is_late": lambda _: False, "counts_tokens": lambda _, so=counts: so, "observe": lambda _: None}
             rollouts.core_holder.present = SimpleNamespace(**fake)
             rollouts.trails.observe = lambda event: None
             rollouts.loop.tell(finished, made)
