@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, checked
 from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
 
@@ -33,11 +34,17 @@ class OpenTrajectory:
 
 class Trajectories:
     """`epoch`: this coordinator's name. `now`: returns seconds. `release`: ends the samples of a session, group and
-    index.
+    index. `context`: gets rewards; None if there is none.
     """
 
-    def __init__(self, epoch: str, now: Callable[[], float], release: Callable[[str, str, int], object]):
-        self._epoch, self._now, self._release = epoch, now, release
+    def __init__(
+        self,
+        epoch: str,
+        now: Callable[[], float],
+        release: Callable[[str, str, int], object],
+        context: ContextService | None = None,
+    ):
+        self._epoch, self._now, self._release, self._context = epoch, now, release, context
         self._open: dict[str, OpenTrajectory] = {}
 
     def __len__(self) -> int:
@@ -73,9 +80,14 @@ class Trajectories:
         """
         return self._open[name].add(turn) if name in self._open and epoch == self._epoch else None
 
-    def end(self, name: str) -> TrajectoryState:
-        """Ends a trajectory and releases its KV. Returns all of it."""
+    def end(self, name: str, reward: float | None = None) -> TrajectoryState:
+        """Ends a trajectory and releases its KV. Returns all of it. Drafts of later epochs follow those with the better
+        rewards.
+        """
         state = self.read(name, "", 0)
+        if state.opening is not None and reward is not None and self._context is not None:
+            for prompt_key in {turn.prompt_key for turn in state.turns}:
+                self._context.reward(prompt_key, state.opening.settings.step, {state.opening.index: reward})
         if (found := self._open.pop(name, None)) is not None:
             opening = found.opening
             self._release(opening.settings.batch_id, opening.group, opening.index)

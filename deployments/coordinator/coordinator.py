@@ -33,7 +33,6 @@ from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.roles import Passed, Role, admits
 from tailrace.deployments.messages.rollout import Rejected
 from tailrace.deployments.messages.status import PoolView
-from tailrace.deployments.messages.trajectory import TrajectoryState
 from tailrace.deployments.metrics.export import export_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry, TelemetryExport
@@ -154,6 +153,7 @@ class Coordinator(WatchCalls):
     open_trajectory = Passed(Role.EVALUATOR, lambda me: me._rollouts.trajectories.open)
     read_trajectory = Passed(Role.EVALUATOR, lambda me: me._rollouts.trajectories.read)
     add_turn = Passed(Role.EVALUATOR, lambda me: me._rollouts.trajectories.add)
+    end_trajectory = Passed(Role.EVALUATOR, lambda me: me._rollouts.trajectories.end)
     update_weights = Passed(Role.TRAINER, lambda me: me._rollouts.update_weights)
     read_weights = Passed(Role.TRAINER, lambda me: partial(weights_check, me._engines, me._rollouts.registry.reports))
     transfer_weights = Passed(Role.TRAINER, lambda me: me._rollouts.weight_transfer.run)
@@ -168,15 +168,6 @@ class Coordinator(WatchCalls):
     reserve = Passed(Role.TRAINER, lambda me: me._rollouts.reserve)
     reset_caches = Passed(Role.TRAINER, lambda me: me._engines.reset_caches)
     take_spans = Passed(Role.EVALUATOR, lambda me: me._rollouts.take_spans)
-
-    @admits(Role.EVALUATOR)
-    async def end_trajectory(self, name: str, reward: float | None) -> TrajectoryState:
-        """Ends a trajectory. Drafts of later epochs follow those with the better rewards."""
-        state = self._rollouts.trajectories.end(name)
-        if state.opening is not None and reward is not None and self._context is not None:
-            for prompt_key in {turn.prompt_key for turn in state.turns}:
-                self._context.reward(prompt_key, state.opening.settings.step, {state.opening.index: reward})
-        return state
 
     @admits(Role.EVALUATOR)
     async def model_folder(self) -> str:
