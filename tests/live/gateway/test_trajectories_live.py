@@ -1,4 +1,4 @@
-"""Trajectories over the real proxy: unmodified packages of OpenAI and Anthropic, the Python client, the example."""
+"""Trajectories behind Serve's proxy: packages of OpenAI and Anthropic, the Python client, and the example."""
 
 import asyncio
 import json

@@ -227,6 +227,7 @@ def test_a_body_that_is_no_json_is_refused_in_one_line_on_every_route(play):
         for body, words in NO_JSON.items():
             assert refused(await ask(COMPLETIONS, body), words)
         posts = {path for path, of in app.openapi()["paths"].items() if "requestBody" in of.get("post", {})}
+        posts = {path for path in posts if "{name}" not in path}  # below a trajectory, whose key comes first
         assert len(posts) > 15
         for path in posts:
             for body in (b'{"model": ' + HALF + b"}", b'{"model": NaN}', b"{", b'{"a": 1, "a": 1}'):
