@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, checked
 from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
 
@@ -34,7 +33,7 @@ class OpenTrajectory:
 
 class Trajectories:
     """`epoch`: this coordinator's name. `now`: returns seconds. `release`: ends the samples of a session, group and
-    index. `context`: gets rewards; None if there is none.
+    index. `send_reward`: as `ContextService.reward`; None without a context.
     """
 
     def __init__(
@@ -42,9 +41,9 @@ class Trajectories:
         epoch: str,
         now: Callable[[], float],
         release: Callable[[str, str, int], object],
-        context: ContextService | None = None,
+        send_reward: Callable[[str, int, dict[int, float]], object] | None = None,
     ):
-        self._epoch, self._now, self._release, self._context = epoch, now, release, context
+        self._epoch, self._now, self._release, self._send_reward = epoch, now, release, send_reward
         self._open: dict[str, OpenTrajectory] = {}
 
     def __len__(self) -> int:
@@ -85,9 +84,9 @@ class Trajectories:
         rewards.
         """
         state = self.read(name, "", 0)
-        if state.opening is not None and reward is not None and self._context is not None:
+        if state.opening is not None and reward is not None and self._send_reward is not None:
             for prompt_key in {turn.prompt_key for turn in state.turns}:
-                self._context.reward(prompt_key, state.opening.settings.step, {state.opening.index: reward})
+                self._send_reward(prompt_key, state.opening.settings.step, {state.opening.index: reward})
         if (found := self._open.pop(name, None)) is not None:
             opening = found.opening
             self._release(opening.settings.batch_id, opening.group, opening.index)

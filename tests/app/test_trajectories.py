@@ -139,11 +139,12 @@ class Calls:
     """The calls of one role, over a book in this process; it can be lost."""
 
     def __init__(self):
-        self.seconds, self.released = 0.0, []
+        self.seconds, self.released, self.rewards = 0.0, [], []
         self.lose()
 
     def lose(self) -> None:
-        self.book = book.Trajectories(f"epoch-{id(object())}-{self.seconds}", self.now, self.release)
+        name = f"epoch-{id(object())}-{self.seconds}"
+        self.book = book.Trajectories(name, self.now, self.release, lambda *reward: self.rewards.append(reward))
         self.seconds += 1.0
 
     def now(self) -> float:
@@ -163,7 +164,7 @@ class Calls:
         return self.book.add(*arguments)
 
     async def end(self, name, reward):
-        return self.book.end(name)
+        return self.book.end(name, reward)
 
 
 @pytest.fixture
@@ -194,6 +195,7 @@ def test_gateways_go_on_with_each_other_s_turns_and_after_a_lost_coordinator(cal
         assert len(rows_of(tree)) == 1 and tree.context(3).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
         ended = await other.end(Role.EVALUATOR, name, 1.0)
         assert len(ended.turns) == 4 and calls.released == [("http-0-0", "g", 2)] and not len(calls.book)
+        assert calls.rewards == [("k", 0, {2: 1.0})], "the turns' prompt, for the drafts of later epochs"
         for gone in (one, other):
             with pytest.raises(UnknownTrajectory):
                 await gone.tree(Role.EVALUATOR, name)

@@ -19,7 +19,8 @@ RIGHTS = {
     Role.OBSERVER: {"status", "replica_changes", "watch", "sample_log", "batch_log"},
     Role.EVALUATOR: {
         "rollout", "renew", "take_spans", "generate", "cancel_samples", "renew_session", "close_session",
-        "stream_sample", "sample_detail", "model_folder", "tokenizer_files",
+        "stream_sample", "sample_detail", "model_folder", "tokenizer_files", "open_trajectory", "read_trajectory",
+        "add_turn", "end_trajectory",
     },
     Role.TRAINER: {
         "reserve", "cancel", "update_weights", "transfer_weights", "load_adapter", "unload_adapter", "set_policies",

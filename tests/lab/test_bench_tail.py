@@ -81,7 +81,8 @@ def test_draft_models_have_the_place_of_what_went_where_there_may_be_some():
     application = data["applications"][0]
     application["args"]["drafter"] = {"model": "demo", "replicas": {"min": 0, "max": 1}}
     runs = named(ServeFile.model_validate(data), 7)
-    assert list(runs) == ["static", "routed", "routed_group", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
+    assert list(runs) == ["static", "routed", "routed_group", "seer", *TAILS, "lanes"]
+    assert isinstance(runs["draft"].tail, Draft)
 
 
 def test_orders_draw_alike_within_a_turn_and_anew_in_the_next():
