@@ -227,7 +227,7 @@ def replicas_lost_without_trial(monkeypatch):
 
 def errors_that_are_not_contained(monkeypatch):
     def reserve(self, replicas):
-        self._loop.tell(ReplicasReserved(self._loop.now(), replicas))
+        self.loop.tell(ReplicasReserved(self.loop.now(), replicas))
 
     def restart_core(self, place, error):
         raise error
