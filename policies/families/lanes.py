@@ -77,7 +77,7 @@ class ByRemainder(BaseModel):
     file_keys: ClassVar[tuple[str, ...]] = ()
     on: ClassVar[bool] = True
     every: float = Field(0.025, gt=0.0, le=1.0, description="share of a plan's seconds after which it is renewed")
-    bin_share: float = Field(0.15, gt=0.0, description="remainders that differ by less are exchangeable: they stay")
+    bin_share: float = Field(0.3, gt=0.0, description="remainders that differ by less are exchangeable: they stay")
 
     def plan(self, view: LanesView) -> LanePlan:
         return planned_lanes(view, self.bin_share)
