@@ -12,12 +12,13 @@ from tailrace.deployments.messages.rollout import Rejected, RejectedBy, checked
 from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
 
 MAX_TRAJECTORIES = 16_384
-"""Maximum number of trajectories in progress: one of 45 turns and 30,000 tokens takes 230 KB
-here."""
+"""Maximum number of trajectories in progress: one of 45 turns and 30,000 tokens takes 230 KB here."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenTrajectory:
+    """A trajectory in progress. `ends_s`: when it ends by itself, by the coordinator's clock."""
+
     opening: TrajectoryOpening
     ends_s: float
     turns: list[TrajectoryTurn] = field(default_factory=list)
