@@ -148,6 +148,7 @@ class Cutter:
         self._left, self._held = np.cumsum(np.r_[0.0, left]).tolist(), np.cumsum(np.r_[0.0, held]).tolist()
         self.totals = self._left[-1], self._held[-1]
         self._sizes = [max(1, len(self._key) // len(speeds))] * len(speeds)  # of each lane at the end tried last
+        self._slope = float("inf")  # seconds of one sample more, where looked last
 
     def seconds(self, lane: int, begin: int, end: int) -> float:
         """Returns the seconds of a lane of the samples from `begin` to before `end`."""
@@ -215,23 +216,24 @@ class Cutter:
 
     def _size(self, lane: int, begin: int, size: int, end_s: float) -> int:
         """Returns the number of samples from `begin` on that a lane takes within `end_s`, 1 at least. The search begins
-        at `size`.
+        at `size` and goes on where a line through the last two sizes, or with the lane before's slope, reaches `end_s`.
         """
         count = len(self._key) - begin
         low, high = 1, count + 1  # one that fits, one that does not
-        at, step = min(size, count), max(1, size // 16)
-        while low < at < high:  # from `size` in growing steps
-            if self.seconds(lane, begin, begin + at) <= end_s:
-                low, at = at, at + step
+        at, before, before_s = max(2, min(size, count)), 0, 0.0
+        for turn in range(count):
+            if not low < at < high:
+                break
+            took_s = self.seconds(lane, begin, begin + at)
+            if before and took_s != before_s:
+                self._slope = (took_s - before_s) / (at - before)
+            before, before_s = at, took_s
+            step = int((end_s - took_s) / self._slope)
+            if took_s <= end_s:
+                low, at = at, max(at + step, at + 1)
             else:
-                high, at = at, at - step
-            step *= 2
-        while low + 1 < high:
-            at = (low + high) // 2
-            if self.seconds(lane, begin, begin + at) <= end_s:
-                low = at
-            else:
-                high = at
+                high, at = at, min(at + step, at - 1)
+            at = (low + high) // 2 if turn % 4 == 3 else min(max(at, low + 1), high - 1)
         return low
 
 

@@ -24,7 +24,10 @@ MOST_DRAFTS = 16
 """Number of drafts that are considered, at most, as `goodput` has by default."""
 
 TOKENS = tuple(float(1 << power) for power in range(14))
-"""Numbers of tokens at which steps of replicas are compared."""
+"""Numbers of tokens at which steps of replicas are averaged."""
+
+COMPARED = 8
+"""Number of them, the smallest, at which replicas are compared."""
 
 PER_DOUBLING, LEAST_POWER, MOST_POWER = 4, -4, 13
 """Points of the table by chunks for each doubling of them, from 1 / 16 to 8,192 chunks on average."""
@@ -42,7 +45,7 @@ class LaneCost:
         measured = [one.performance for one in replicas if one.performance is not None]
         chosen = measured[:: max(1, len(measured) // LOOKED_AT)][:LOOKED_AT]
         steps = np.mean([_steps(one, TOKENS) for one in chosen], axis=0)
-        self.speeds = [_speed(one.performance, steps) for one in replicas]
+        self.speeds = _speeds([one.performance for one in replicas], steps[:COMPARED])
         self._kv = sum(one.kv_tokens for one in replicas) / len(replicas)
         self._most_running = sum(one.max_running for one in replicas) / len(replicas)
         self._reserved = reserved_tokens
@@ -56,17 +59,26 @@ class LaneCost:
         best = np.argmin((steps + (self._context_s * context_tokens * chunks)[:, None]) / made, axis=1)
         self._step_s = (steps[np.arange(len(chunks)), best] / made[best]).tolist()
         self._share = (1.0 / made[best]).tolist()
+        self._last_place = len(self._step_s) - 2
 
     def seconds(self, longest: float, total: float, held: float, count: int) -> float:
         """Returns the seconds of `count` samples: `longest` and `total` of their remainders, and `held`, the sum of
         remainder times mean context, in tokens.
         """
         running = count if count < self._most_running else self._most_running
-        room = max(self._kv - self._reserved * running, 0.1 * self._kv)
-        times = max(longest, held / room, total / self._most_running)
+        room = self._kv - self._reserved * running
+        if room < 0.1 * self._kv:
+            room = 0.1 * self._kv
+        times = longest if longest * self._most_running > total else total / self._most_running
+        if times * room < held:
+            times = held / room
         at = (log2(total / times) - LEAST_POWER) * PER_DOUBLING
-        place = min(max(int(at), 0), len(self._step_s) - 2)
-        part = max(at - place, 0.0)
+        place = int(at)
+        if place > self._last_place:
+            place = self._last_place
+        elif at < 0.0:
+            at, place = 0.0, 0
+        part = at - place
         step_s, share = self._step_s, self._share
         step = step_s[place] + part * (step_s[place + 1] - step_s[place])
         return times * step + self._context_s * held * (share[place] + part * (share[place + 1] - share[place]))
@@ -82,9 +94,8 @@ def _steps(performance: Performance, tokens) -> np.ndarray:
     return np.maximum(np.interp(tokens, x, y) + slope * np.maximum(np.asarray(tokens) - x[-1], 0.0), 1e-9)
 
 
-def _speed(performance: Performance | None, steps: np.ndarray) -> float:
-    """Returns a replica's seconds over the mean of all, by the smaller numbers of TOKENS; 1 within LIKE."""
-    if performance is None:
-        return 1.0
-    speed = float((_steps(performance, TOKENS) / steps)[:8].mean())
-    return 1.0 if abs(speed - 1.0) <= LIKE else speed
+def _speeds(performances: Sequence[Performance | None], steps: np.ndarray) -> list[float]:
+    """Returns each replica's seconds over `steps`, by the first of TOKENS; 1 within LIKE, and of one not measured."""
+    measured = np.array([_steps(one, TOKENS[: len(steps)]) if one is not None else steps for one in performances])
+    speeds = (measured / steps).mean(axis=1)
+    return np.where(np.abs(speeds - 1.0) <= LIKE, 1.0, speeds).tolist()
