@@ -39,6 +39,10 @@ class PoolConnector(MooncakeStoreConnector):
         self.connector_scheduler.request_ended(request, block_ids)
         return False, None
 
+    def keep_beside(self, blocks) -> None:
+        """Calls `PoolWorker.keep_beside`."""
+        self.connector_worker.keep_beside(blocks)
+
     def reset_cache(self) -> bool | None:
         """Does nothing: the pool is shared, and keys carry their version. vLLM would empty it for all engines."""
         return True if self.role == KVConnectorRole.SCHEDULER else None

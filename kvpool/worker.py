@@ -107,6 +107,17 @@ class PoolWorker(MooncakeStoreWorker):
 
         send.finish_store_job = finish_store_job
 
+    def keep_beside(self, blocks: torch.Tensor) -> None:
+        """Saves and loads a row of this tensor with the KV of each block. It is on the KV's device and stays there.
+
+        Raises RuntimeError if Mooncake refuses its memory.
+        """
+        if (code := self.store.register_buffer(blocks.data_ptr(), blocks.nbytes)) != 0:
+            raise RuntimeError(f"the pool's client does not take what belongs to the KV: Mooncake says {code}")
+        for database in self.token_dbs:
+            database.kv_caches_base_addr.append(blocks.data_ptr())
+            database.block_len.append(blocks.stride(0) * blocks.element_size())
+
     def begin(self, metadata) -> None:
         """Starts, before the step's forward pass, the saves that need not wait for it, and on a CPU the loads too.
         There vLLM's own call comes after the pass, which is a step later.

@@ -136,7 +136,8 @@ def end(naming: Naming, answer: SampleAnswer) -> dict:
     key["turn"] = naming.turn
     if sample.segments and sample.segments[0].adapter_digest:
         key["adapter_digest"] = sample.segments[0].adapter_digest
-    return {
+    routes = {} if sample.routed_experts is None else {"routed_experts": sample.routed_experts.base64()}
+    return routes | {
         "finish_reason": FINISH[sample.finish_reason],
         "stop_reason": sample.stop_reason,
         "weight_versions": weight_versions(sample),

@@ -90,6 +90,7 @@ def _answer(choice: dict, settings: BatchSettings, group: str) -> SampleAnswer:
         finish_reason=ENDS[choice["finish_reason"]],
         stop_reason=choice.get("stop_reason"),
         segments=[_segment(span, key) for span in choice["weight_versions"]],
+        routed_experts=choice.get("routed_experts"),
     )
     return _as_answer(settings, group, choice["prompt_token_ids"], sample)
 

@@ -4,6 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tailrace.app.calls.blocking import blocking
 from tailrace.app.http.gateway_connection import GatewayConnection
+from tailrace.deployments.results.routed_experts import RoutedExperts
 
 
 class VersionSpan(BaseModel):
@@ -29,12 +30,15 @@ class RowTurn(BaseModel):
 
 
 class TrajectoryRow(BaseModel):
-    """One value a token. `mask`: 1 for a sampled token, in one row alone. `logprobs`: 0 for tokens of prompts."""
+    """One value a token. `mask`: 1 for a sampled token, in one row alone. `logprobs`: 0 for tokens of prompts.
+    `routed_experts`: of all tokens but the last, if the engine keeps them.
+    """
 
     token_ids: tuple[int, ...]
     mask: tuple[int, ...]
     logprobs: tuple[float, ...]
     turns: tuple[RowTurn, ...]
+    routed_experts: RoutedExperts | None = None
 
 
 class TrajectoryRows(BaseModel):

@@ -207,6 +207,7 @@ class LiveBatch:
             keep_trace=self.message.keep_trace,
             turn_start=before + sample.earlier_tokens,
             adapter=sample.group.adapter,
+            routes_from=sample.routed,
             features=sample.features,
         )
 

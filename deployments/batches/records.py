@@ -22,6 +22,7 @@ from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Samp
 from tailrace.deployments.messages.status import SampleDetail
 from tailrace.deployments.results.columns import Column
 from tailrace.deployments.results.later_text import TextRule
+from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import Begun, ChunkEnd
 
@@ -53,6 +54,7 @@ class SampleRecord:
     turn_features: PromptFeatures | None = None  # features of that context
     max_tokens: int | None = None  # maximum over all turns, or None if it is the group's
     hold_s: float = 0.0  # seconds for which the sample is held for a next turn
+    routed: int = 0  # number of tokens whose routed experts are known, over all turns
     logged: int = 0  # number of tokens in the token log, which alone writes it
     kv_names: bytes = b""  # names of the context's blocks that a replica has reported, see kvpool.keys
     started_s: float | None = None
@@ -92,6 +94,7 @@ class SampleRecord:
             turn_features=features,
             max_tokens=self.tokens + max_tokens,
             hold_s=hold_s,
+            routed=self.routed,
             kv_names=self.kv_names,
         )
 
@@ -128,6 +131,7 @@ class SampleRecord:
         self.kv_names = part.kv_names or self.kv_names
         self.parts.append(replace(part, kv_names=b""))  # else each part would keep the names of its whole context
         self.tokens = end
+        self.routed += len(part.routed_experts) if part.routed_experts is not None else 0
         if self.grown is not None:
             self.grown()
         return last is not None and last.replica_id != replica_id
@@ -194,6 +198,7 @@ class SampleRecord:
             top_logprobs=tuple(chain.from_iterable(part.top_logprobs for part in self.parts)),
             sampling_mask=tuple(chain.from_iterable(part.sampling_mask for part in self.parts)),
             prompt_logprobs=next((part.prompt_logprobs for part in self.parts if part.prompt_logprobs), None),
+            routed_experts=RoutedExperts.joined(part.routed_experts for part in self.parts),
             close_calls=self._close_calls(),
             **self._drafts(),
         )

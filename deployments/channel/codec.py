@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-DTYPES = ("<i4", "<f4", "<i8")
-"""Types of arrays in messages. An array is encoded as the index of its type, and its bytes."""
+DTYPES = ("<i4", "<f4", "<i8", "|u1", "<u2")
+"""Types of arrays in messages. An array is encoded as the index of its type, its bytes, and further dimensions."""
 
 
 class WireMessage(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -20,7 +20,7 @@ class WireMessage(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid
 def plain(value: Any) -> Any:
     """Returns a value without a MessagePack type as one that has one. Raises TypeError for other types."""
     if isinstance(value, np.ndarray):
-        return DTYPES.index(value.dtype.str), np.ascontiguousarray(value).data.cast("B")
+        return DTYPES.index(value.dtype.str), np.ascontiguousarray(value).reshape(-1).data.cast("B"), *value.shape[1:]
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} is not carried by a socket")
@@ -29,8 +29,8 @@ def plain(value: Any) -> Any:
 def made(kind: type, value: Any) -> Any:
     """Returns the array of an encoded one. Raises TypeError for other types."""
     if kind is np.ndarray:
-        place, data = value
-        return np.frombuffer(data, DTYPES[place])
+        place, data, *shape = value
+        return np.frombuffer(data, DTYPES[place]).reshape(-1, *shape)
     raise TypeError(f"{kind.__name__} is not carried by a socket")
 
 

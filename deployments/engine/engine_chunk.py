@@ -35,6 +35,7 @@ class EngineChunk:
     record: DrawRecord = field(default_factory=DrawRecord.none)  # of requests before the present one
     prompt_logprobs: PromptLogprobs | None = None
     redrawn: dict[int, DrawRecord] = field(default_factory=dict)  # by place in token_ids
+    routes: np.ndarray | None = None  # routed experts, see `ChunkResult`
     reason: str | None = None  # reason of its end, once it has its last token
     is_out: bool = False  # it waits, without a request in vLLM, after a step that raised
 
@@ -92,6 +93,7 @@ class EngineChunk:
         now_s = time.monotonic()
         scheduled_s = self.scheduled_s or now_s
         first_token_s = self.first_token_s or now_s
+        lacks = len(self.chunk.token_ids) + len(self.token_ids) - 1 - self.chunk.routes_from
         return ChunkResult(
             chunk_id=self.chunk.chunk_id,
             token_ids=np.asarray(self.token_ids, np.int32),
@@ -111,6 +113,7 @@ class EngineChunk:
             top_logprobs=record.tops,
             sampling_mask=record.masks,
             prompt_logprobs=self.prompt_logprobs,
+            routed_experts=None if self.routes is None else self.routes[: max(0, lacks)],
             close_calls=tuple(np.flatnonzero(record.margins < np.float32(tolerance)).tolist()),
         )
 

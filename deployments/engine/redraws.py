@@ -7,13 +7,14 @@ A token that changes ends its request in vLLM; another one continues the chunk. 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from tailrace.deployments.engine.engine_chunk import EngineChunk
-from tailrace.deployments.engine.step_outputs import StepOutputs
+from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
 from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
 from tailrace.deployments.vllm_exact.pause import alone
 from tailrace.deployments.vllm_exact.requests import Requests
@@ -44,14 +45,29 @@ class Redraws:
         self._scheduler = engine.engine_core.engine_core.scheduler
         self._step_tokens = engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._max_model_len = engine.vllm_config.model_config.max_model_len
+        self._has_routes = ROUTED_EXPERTS in engine.vllm_config.additional_config
         self._kv = NO_POOL if has_pool else None
         self._closed: dict[str, int] = {}
         self.counts = {"redraws": 0, "redraws_changed": 0, "redraw_us": 0}
 
-    def after_step(self) -> None:
-        """Fetches the close calls of the step that has just ended, if they are drawn again."""
+    def after_step(self, outputs: list[StepOutput], running: Mapping[str, EngineChunk]) -> None:
+        """Fetches the close calls of the step that has just ended, if they are drawn again; and the routed experts of
+        chunks whose requests it has ended, which vLLM forgets in the next step, so in a redraw's.
+        """
         if self._requests.redraws:
             self._closed = self._engine.collective_rpc("take_closed")[0]
+        for output in outputs if self._has_routes else ():
+            if output.reason is not None:
+                self.read_routes(running[output.name])
+
+    def read_routes(self, running: EngineChunk) -> None:
+        """Reads the routed experts of a chunk's request that ends, if its engine keeps them and vLLM still has it."""
+        if self._has_routes:
+            end = min(running.request.num_computed_tokens, running.request.num_tokens - 1)
+            found = self._engine.collective_rpc(
+                "routed_experts", args=(running.request_id, running.chunk.routes_from, end)
+            )
+            running.routes = running.routes if found[0] is None else found[0]
 
     def settle(self, running: EngineChunk, token_ids: list[int], reason: str | None, outputs: list):
         """Returns (token ids, reason of the end or None) of a chunk's step, with its last token drawn again if it was
@@ -128,6 +144,7 @@ class Redraws:
         """Adds the record of the chunk's request. Returns the record of all `made` tokens of the chunk, redraws
         included.
         """
+        self.read_routes(running)
         before = len(running.record.logprobs)
         wanted = (running.request_id, len(running.chunk.token_ids) + before, made - before)
         # Every tensor-parallel rank keeps the same records; those of the first are used.

@@ -209,7 +209,7 @@ class Stepper:
         began_s = time.monotonic()
         outputs = self._outputs.step()
         ended_s = time.monotonic()
-        self._redraws.after_step()
+        self._redraws.after_step(outputs, self._running)
         self._work.update(steps=1, step_us=int((ended_s - began_s) * 1e6))
         self._step_counts[bisect_left(STEP_BOUNDS_S, ended_s - began_s)] += 1
         for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
@@ -254,6 +254,7 @@ class Stepper:
         token_ids, reason = self._redraws.settle(running, output.token_ids, output.reason, outputs)
         token_ids, stopped = running.until_stop(token_ids, self._requests.decode)
         if stopped and reason is None:
+            self._redraws.read_routes(running)
             self._leave(running, keep_kv=running.keeps_kv)
         return token_ids, "stop" if stopped else reason
 

@@ -71,6 +71,7 @@ class ChunkRequest:
     keep_trace: bool = False
     turn_start: int = 0
     adapter: Adapter | None = None  # None: no adapter
+    routes_from: int = 0  # position of the first token whose routed experts the sample lacks, if the engine keeps them
     features: PromptFeatures | None = None  # on the wire a reference, see `deployments.engine.shared_features`
 
     @property
@@ -111,6 +112,7 @@ class ChunkResult:
     top_logprobs: tuple[Top, ...] = ()  # for each token's position, if requested
     sampling_mask: tuple[Mask, ...] = ()  # likewise
     prompt_logprobs: PromptLogprobs | None = None  # if this chunk gives them
+    routed_experts: np.ndarray | None = None  # from `routes_from` to before the last token, see `RoutedExperts`
 
 
 @dataclass(frozen=True, slots=True)

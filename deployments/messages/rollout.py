@@ -15,6 +15,7 @@ from tailrace.deployments.messages.message import MAX_NUMBER, Message, Name, Req
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.deployments.results.columns import Column, LogprobColumn, TokenColumn, repeated
 from tailrace.deployments.results.later_text import LaterText
+from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.policies.protocol.actions import SampleEnd
 
 
@@ -210,6 +211,9 @@ class SampleResult(LaterText, Message):
     top_logprobs: tuple[Top, ...] = Field((), description="of each token's position, if asked for, as `logprobs` are")
     sampling_mask: tuple[Mask, ...] = Field((), description="of each token's position, if asked for")
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: RoutedExperts | None = Field(
+        None, description="of all tokens but the last, the prompt's included, if the engine keeps them"
+    )
     close_calls: tuple[int, ...] = Field(
         (), description="positions whose two best candidates were closer than the engine's tolerance"
     )

@@ -6,6 +6,7 @@ from tailrace.deployments.messages.message import Message, Name, RequestMessage
 from tailrace.deployments.messages.rollout import BatchSettings
 from tailrace.deployments.messages.session import MAX_INDEX
 from tailrace.deployments.results.columns import LogprobColumn, TokenColumn
+from tailrace.deployments.results.routed_experts import RoutedExperts
 
 MAX_TURNS = 10_000
 """Maximum turns of one trajectory: the median of recorded coding agents has 45, and each costs the gateway's look for a
@@ -72,6 +73,7 @@ class TrajectoryTurn(Message):
     reencoded_tokens: int
     prompt_key: str
     response: StoredResponse | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class TrajectoryState(Message):

@@ -24,6 +24,10 @@ OURS = {
 """Arguments that the engine always sets itself, each with the key here that sets its value; empty if none does."""
 
 
+ROUTED_EXPERTS = "enable_return_routed_experts"
+"""vLLM's argument for routed experts in results. vLLM's own way needs its second runner and has none of pulled KV."""
+
+
 def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
     """Checks arguments for vLLM's EngineArgs, and returns them as values of their types. All names pass if vLLM is not
     installed.
@@ -193,6 +197,11 @@ class EngineConfig(BaseModel):
     def has_windows(self) -> bool:
         """True for bits in bfloat16 on a CPU: passes are canonical, see vllm_exact.windows."""
         return (self.device, self.dtype, self.exactness) == ("cpu", "bfloat16", "bits")
+
+    @property
+    def keeps_routes(self) -> bool:
+        """True if results have the routed experts of each token, see vllm_exact.expert_routes."""
+        return bool(self.vllm_args.get(ROUTED_EXPERTS))
 
     @property
     def sized_draft(self) -> DraftConfig:

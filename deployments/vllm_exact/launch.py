@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.vllm_exact.attention import invariant_arguments
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS, DraftConfig, EngineConfig
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
 from tailrace.kvpool.keys import PREFIX, fingerprint
 from tailrace.kvpool.pool_config import BUFFER_MIB, PoolEndpoint
@@ -157,7 +157,10 @@ def engine_arguments(config: EngineConfig) -> dict:
         ours["speculative_config"] = speculation
     if taken := sorted(ours.keys() & config.vllm_args.keys()):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
-    return ours | config.vllm_args | attention_arguments(config) | adapter_arguments(config.vllm_args)
+    given = {key: value for key, value in config.vllm_args.items() if key != ROUTED_EXPERTS}
+    if config.keeps_routes:
+        given["additional_config"] = {**(given.get("additional_config") or {}), ROUTED_EXPERTS: True}
+    return ours | given | attention_arguments(config) | adapter_arguments(given)
 
 
 def worker_of(config: EngineConfig) -> str:
@@ -205,6 +208,7 @@ def transfer_config(config: EngineConfig, pool: PoolEndpoint):
     from vllm.config import KVTransferConfig
 
     shape = (config.dtype, config.block_tokens, config.tensor_parallel, pool.config.block_check, config.exactness)
+    shape += (ROUTED_EXPERTS,) * config.keeps_routes  # blocks without them are not taken
     return KVTransferConfig(
         kv_connector="PoolConnector",
         kv_connector_module_path="tailrace.kvpool.connector",

@@ -7,6 +7,7 @@ of this machine's platform exists here, because importing the other one's base c
 from functools import partial
 
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
 from tailrace.deployments.features import encoder
@@ -18,6 +19,7 @@ from tailrace.deployments.staging.given_back import give_back, trim
 from tailrace.deployments.staging.held import HeldWeights, is_packed
 from tailrace.deployments.staging.received import ReceivedWeights
 from tailrace.deployments.vllm_exact import lora, windows
+from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS
 from tailrace.deployments.vllm_exact.sampler import ExactSampler
 from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, read_tensors, refusal, tensors_of
 
@@ -115,6 +117,27 @@ class ExactWorker:
                 engine.update_weights(info[self.rank] if isinstance(info, list) else info)
         finally:
             engine.reset_weight_update_target()
+
+    def initialize_from_config(self, kv_cache_config) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if self.vllm_config.additional_config.get(ROUTED_EXPERTS):
+            self._keep_routes(kv_cache_config)
+
+    def _keep_routes(self, kv_cache_config) -> None:
+        from tailrace.deployments.vllm_exact.expert_routes import ExpertRoutes  # it imports all of vLLM's experts
+
+        self._routes = ExpertRoutes(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
+        if has_kv_transfer_group():
+            get_kv_transfer_group().keep_beside(self._routes.blocks)
+
+    def routed_experts(self, req_id: str, start: int, end: int):
+        """Calls `ExpertRoutes.read` for an RPC, for a request of the last step; None if it was in no step."""
+        runner = self.model_runner
+        if self.use_v2_model_runner:
+            row = runner.req_states.req_id_to_index.get(req_id)
+            return None if row is None else self._routes.read(runner.block_tables.block_tables[0].gpu[row], start, end)
+        request = runner.requests.get(req_id)
+        return None if request is None else self._routes.read(request.block_ids[0], start, end)
 
     def take_record(self, req_id: str, start: int, count: int):
         """Calls `LogprobStore.take` for an RPC: the DrawRecord of one request."""

@@ -67,8 +67,7 @@ class LaneCost:
         """
         running = count if count < self._most_running else self._most_running
         room = self._kv - self._reserved * running
-        if room < 0.1 * self._kv:
-            room = 0.1 * self._kv
+        room = max(room, 0.1 * self._kv)
         times = longest if longest * self._most_running > total else total / self._most_running
         if times * room < held:
             times = held / room

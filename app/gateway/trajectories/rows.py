@@ -4,15 +4,21 @@ Invariant: a sampled token has the mask 1 in exactly one row. A row that begins 
 them as context, with the mask 0.
 """
 
+from collections.abc import Sequence
 from itertools import chain
+
+import numpy as np
 
 from tailrace.app.gateway.answers import finite
 from tailrace.app.gateway.trajectories.tree import TrajectoryTree
+from tailrace.deployments.messages.trajectory import TrajectoryTurn
+from tailrace.deployments.results.routed_experts import RoutedExperts
 
 
 def rows_of(tree: TrajectoryTree) -> list[dict]:
     """Returns the rows. `token_ids`, `mask` and `logprobs` have one value a token; logprobs of tokens that were not
     sampled are 0. `turns`: positions in the row, `[start, end)`, of each answer and of its spans of a weights version.
+    `routed_experts`: of all tokens but the last, if the engine keeps them.
     """
     trained: set[int] = set()
     return [_row(tree, leaf, trained) for leaf in tree.leaves()]
@@ -32,7 +38,22 @@ def _row(tree: TrajectoryTree, leaf: int, trained: set[int]) -> dict:
             "finish_reason": turn.finish_reason, "reencoded_tokens": turn.reencoded_tokens,
         })  # fmt: skip
         trained.add(number)
-    return {"token_ids": token_ids, "mask": mask, "logprobs": logprobs, "turns": turns}
+    row = {"token_ids": token_ids, "mask": mask, "logprobs": logprobs, "turns": turns}
+    routes = _routes([tree.turns[number] for number in tree.line(leaf)], [one["end"] for one in turns])
+    return row if routes is None else row | {"routed_experts": routes.base64()}
+
+
+def _routes(turns: Sequence[TrajectoryTurn], ends: Sequence[int]) -> RoutedExperts | None:
+    """Returns the routed experts of a row's tokens but the last, or None if a turn has none. `ends`: of the turns in
+    the row. A turn may have them from its context's begin on: those of earlier turns made the tokens, and stay.
+    """
+    found = [turn.routed_experts for turn in turns]
+    if any(routes is None for routes in found):
+        return None
+    whole = np.zeros((ends[-1] - 1, *found[0].array.shape[1:]), found[0].array.dtype)
+    for routes, end in zip(reversed(found), reversed(ends), strict=True):
+        whole[end - 1 - len(routes) : end - 1] = routes.array
+    return RoutedExperts(whole)
 
 
 def trajectory_body(tree: TrajectoryTree, reward: float | None = None) -> dict:

@@ -90,5 +90,6 @@ class TurnInProgress:
             reencoded_tokens=begun.reencoded_tokens,
             prompt_key=answer.prompt_key,
             response=stored,
+            routed_experts=sample.routed_experts,
         )
         await self._record(turn)

@@ -1,0 +1,175 @@
+"""Routed experts of results: those of the pass that drew the tokens, over chunks, mates, moves, drafts and ends.
+
+One engine in this process, with a pool, which drafts by n-gram look-up; chunks of one token verify no drafts. The truth
+is the model's own router, by transformers. Each test is one way by which others have lost routes.
+"""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from engine_answers import run
+from moe_model import CHOSEN, LAYERS, chosen_experts, make_moe_model
+
+from tailrace.deployments.engine.engine_loop import EngineLoop
+from tailrace.deployments.engine.stepper import Stepper
+from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
+from tailrace.deployments.messages.command import ResetCache
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.results.routed_experts import RoutedExperts
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.kvpool.pool_config import PoolConfig
+from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
+
+KEPT = []
+"""Ended engines, see test_engine_faults_pool.py."""
+
+PROMPT = np.array([*([7, 30, 7, 41, 9] * 14), *range(11, 41)], np.int32)
+TOKENS, BLOCK = 70, 32
+ROUTES = {"enable_return_routed_experts": True}
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    make_moe_model(folder, model_dir)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool():
+    started, ended = Future(), threading.Event()
+
+    async def stay() -> None:
+        async with running_pool(PoolConfig(dram_gib=0.3, retry_s=0.005)) as pool:
+            started.set_result(pool.endpoint)
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
+    thread.start()
+    yield started.result(timeout=60)
+    ended.set()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def engine(folder, pool):
+    sizes = {"max_model_len": 512, "max_running": 8, "kv_cache_gib": 0.05, "block_tokens": BLOCK, "vllm_args": ROUTES}
+    sizes |= {"max_batched_tokens": 64, "draft": DraftConfig(method="ngram", draft_tokens=4)}
+    sizes |= {"redraw_close_calls": True, "close_call_tolerance": 0.02}
+    stepper = Stepper(EngineConfig(model=str(folder), **sizes), "experts", 0, 0, pool)
+    KEPT.append((stepper, stepper._engine))
+    loop = EngineLoop(stepper)
+    yield loop
+    loop.end()
+
+
+NUMBERS = iter(range(1 << 30))
+
+
+def chunk(done=(), max_tokens: int = TOKENS, routes_from: int = 0, sample: int = 0, **changes) -> ChunkRequest:
+    values = {
+        "chunk_id": f"c{next(NUMBERS)}",
+        "sample_key": sample_key(7, 0, "p", sample),
+        "token_ids": np.concatenate([PROMPT, np.asarray(done, np.int32)]),
+        "prompt_tokens": len(PROMPT),
+        "max_tokens": max_tokens,
+        "sampling": SamplingParams(ignore_eos=True),
+        "weights_version": 0,
+        "kv": KvPlan(0, None, save=False),
+        "routes_from": routes_from,
+    }
+    return ChunkRequest(**values | changes)
+
+
+def in_pieces(engine, size: int, between=lambda: None, **changes) -> tuple[list[int], np.ndarray, list]:
+    """Tokens, routes and results of a sample in chunks of `size` tokens, each with the routes that it lacks."""
+    done, routes, results = [], [], []
+    while len(done) < TOKENS:
+        known = sum(map(len, routes))
+        (result,) = run(engine, chunk(done, min(size, TOKENS - len(done)), known, **changes))
+        done += result.token_ids.tolist()
+        routes.append(result.routed_experts)
+        results.append(result)
+        between()
+    return done, np.concatenate(routes), results
+
+
+def truth(folder, tokens: list[int]) -> np.ndarray:
+    return chosen_experts(folder, [*PROMPT.tolist(), *tokens][:-1])
+
+
+def assert_routes(found: np.ndarray, wanted: np.ndarray) -> None:
+    """The same experts of every token and layer, in whatever order."""
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(np.sort(found, axis=-1), wanted)
+
+
+def cold(engine) -> None:
+    assert engine.ask(ResetCache()).result()
+
+
+def test_one_chunk_has_the_experts_of_the_prompt_and_of_all_tokens_but_the_last(engine, folder):
+    (result,) = run(engine, chunk())
+    assert result.routed_experts.shape == (len(PROMPT) + TOKENS - 1, LAYERS, CHOSEN)
+    wanted = truth(folder, result.token_ids.tolist())
+    assert (
+        len(np.unique(wanted[:, 0])) > CHOSEN and not wanted[:, 1].any()
+    )  # they depend on the token; one layer has none
+    assert_routes(result.routed_experts, wanted)
+
+
+def test_chunks_add_up_to_the_same(engine, folder):
+    tokens, routes, _ = in_pieces(engine, 9)
+    assert_routes(routes, truth(folder, tokens))
+
+
+def test_mates_find_the_prompts_routes_with_its_kv(engine, folder):
+    cold(engine)
+    first, mate = (run(engine, chunk(sample=sample))[0] for sample in (1, 2))
+    assert mate.cached_tokens >= 3 * BLOCK > first.cached_tokens
+    assert_routes(mate.routed_experts, truth(folder, mate.token_ids.tolist()))
+
+
+def test_a_move_pulls_the_routes_with_the_kv(engine, folder):
+    """Without the local cache, as on another replica: the routes of the whole context are asked for again."""
+    cold(engine)
+    (first,) = run(engine, chunk(max_tokens=40, kv=KvPlan(0)))
+    cold(engine)
+    done = first.token_ids.tolist()
+    (second,) = run(engine, chunk(done, TOKENS - 40, kv=KvPlan(0)))
+    assert second.pulled_tokens >= 4 * BLOCK
+    assert_routes(second.routed_experts, truth(folder, done + second.token_ids.tolist()))
+
+
+def test_rejected_drafts_leave_no_routes(engine, folder):
+    tokens, routes, results = in_pieces(engine, TOKENS, sampling=GREEDY, sample=3)
+    single, of_single, _ = in_pieces(engine, 1, sampling=GREEDY, sample=3)
+    assert 0 < results[0].accepted_tokens < results[0].drafted_tokens
+    assert tokens == single
+    np.testing.assert_array_equal(routes, of_single)
+    assert_routes(routes, truth(folder, tokens))
+
+
+def test_ends_inside_accepted_drafts_and_by_a_text_have_their_rows(engine, folder):
+    (whole,) = run(engine, chunk(sampling=GREEDY, sample=3))
+    tokens = whole.token_ids.tolist()
+    stop = SamplingParams(temperature=0.0, stop_token_ids=(tokens[20],))
+    (stopped,) = run(engine, chunk(sampling=stop, sample=3))
+    count = len(stopped.token_ids)
+    assert count == tokens.index(tokens[20]) + 1
+    np.testing.assert_array_equal(stopped.routed_experts, whole.routed_experts[: len(PROMPT) + count - 1])
+
+
+def test_json_has_them_as_vllm_has():
+    routes = RoutedExperts(np.arange(12, dtype=np.uint8).reshape(2, 3, 2))
+    assert RoutedExperts.of(routes.base64()) == routes
+
+
+def test_a_model_without_experts_is_refused_in_one_line(tiny_model):
+    config = EngineConfig(model=str(tiny_model), max_model_len=256, max_running=2, kv_cache_gib=0.05, vllm_args=ROUTES)
+    with pytest.raises(ValueError, match="enable_return_routed_experts: the model has no experts; remove it"):
+        Stepper(config, "dense", 0, 0)
