@@ -4,6 +4,7 @@ import asyncio
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -18,6 +19,7 @@ from tailrace.deployments.batches import trajectories as book
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 from tailrace.deployments.messages.trajectory import StoredResponse, TrajectoryOpening, TrajectoryTurn
+from tailrace.deployments.results.routed_experts import RoutedExperts
 
 
 def opening(name: str = "a" * 32, **limits) -> TrajectoryOpening:
@@ -70,6 +72,27 @@ def test_the_same_prompt_again_is_another_sample_also_while_the_first_is_open(tr
     assert tree.begin([1], ()).turn == AGAIN * 2
     del begun
     assert tree.begin([1], ()).turn == AGAIN, "a request that has gone leaves nothing"
+
+
+def routes(*first: int) -> RoutedExperts:
+    """One layer, two experts."""
+    return RoutedExperts(np.array([[[one, one + 1]] for one in first], np.uint8))
+
+
+def test_a_row_has_the_routes_that_made_its_tokens_though_a_later_turn_computed_the_context_again(tree):
+    answered(tree, [1, 2], [3, 4], routed_experts=routes(10, 11, 12))
+    answered(tree, [1, 2, 3, 4, 5], [6], routed_experts=routes(13, 14))  # continues where the turn before ended
+    again = routes(20, 21, 22, 23, 24, 25, 26)
+    answered(tree, [1, 2, 3, 4, 5, 6, 7], [8], routed_experts=again)  # in a session that had nothing of it
+    (row,) = rows_of(tree)
+    found = RoutedExperts.of(row["routed_experts"]).array[:, 0, 0].tolist()
+    assert found == [10, 11, 12, 13, 14, 25, 26] and len(found) == len(row["token_ids"]) - 1
+
+
+def test_a_row_has_no_routes_if_a_turn_has_none(tree):
+    answered(tree, [1, 2], [3, 4], routed_experts=routes(10, 11, 12))
+    answered(tree, [1, 2, 3, 4, 5], [6])
+    assert "routed_experts" not in rows_of(tree)[0]
 
 
 def test_rows_train_each_sampled_token_once_whatever_the_branches(tree):

@@ -39,7 +39,9 @@ RESULT = ChunkResult(
     weights_version=4, queue_s=0.1, prefill_s=0.2, decode_s=0.3, cached_tokens=7, computed_tokens=8, kv_names=b"\0\1",
     drafts=DraftReport.none(4), close_calls=(2,), top_logprobs=(((1, -0.5), (2, float("-inf"))),) * 5,
     sampling_mask=((1, 2),) * 5, prompt_logprobs=PromptLogprobs(logprobs=(-1.0,), ranks=(3,)),
+    routed_experts=np.arange(5 * 3 * 2, dtype=np.uint16).reshape(5, 3, 2),
 )  # fmt: skip
+NO_ROWS = ChunkEnded("b/p#3/1", replace(RESULT, routed_experts=np.empty((0, 3, 2), np.uint8)))
 PERFORMANCE = performance(
     900.0,
     acceptance=(MethodAcceptance("group", 3.5, 6.0, 0.2),),
@@ -69,7 +71,7 @@ def same(one, other) -> bool:
     "message",
     [
         Start(CHUNK), Start(replace(CHUNK, draft=None, kv=None, forced=None, adapter=None)), Abort("b/p#3/1", True),
-        Pulse(0.5), ChunkEnded("b/p#3/1", RESULT), ChunkFailure("b/p#3/1", Cause.DOWN, "a step failed"),
+        Pulse(0.5), ChunkEnded("b/p#3/1", RESULT), NO_ROWS, ChunkFailure("b/p#3/1", Cause.DOWN, "a step failed"),
         Report(3.5, STATS),
     ],
     ids=lambda message: type(message).__name__,

@@ -9,6 +9,7 @@ from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.batches.records import GroupRecord, escaped
 from tailrace.deployments.messages.chunk import ChunkResult, sample_key
 from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import ChunkEnd
 
@@ -56,6 +57,39 @@ def test_a_chunk_without_tokens_makes_no_segment():
     sample = record().samples[0]
     sample.append(0, chunk([]), "r1")
     assert sample.segments == [] and sample.tokens == 0
+
+
+def routes(*first: int) -> np.ndarray:
+    return np.array([[[one, one + 1]] for one in first], np.uint8).reshape(len(first), 1, 2)
+
+
+def test_a_sample_has_the_routes_of_its_chunks_in_order_and_a_next_turn_those_that_follow():
+    """A chunk that never began has none; the next one is asked for all that is missing."""
+    sample = record().samples[0]
+    sample.append(0, replace(chunk([4, 5]), routed_experts=routes(10, 11, 12, 13)), "r1")
+    sample.append(2, chunk([]), "r2")
+    assert sample.routed == 4
+    sample.append(2, replace(chunk([6]), routed_experts=routes(14)), "r2")
+    sample.end = SampleEnd.STOP
+    assert sample.result_without_text("").routed_experts.array[:, 0, 0].tolist() == [10, 11, 12, 13, 14]
+    after = sample.next_turn(1, np.array([1, 2, 3, 4, 5, 6, 8], np.int32), 4, 0.0, 0.0)
+    assert after.routed == 5
+    after.append(3, replace(chunk([9]), routed_experts=routes(15, 16)), "r1")
+    after.end = SampleEnd.STOP
+    assert after.result_without_text("").routed_experts == RoutedExperts(routes(15, 16)) and after.routed == 7
+
+
+def test_a_sample_of_a_model_without_experts_has_no_routes():
+    sample = record().samples[0]
+    sample.append(0, chunk([4, 5]), "r1")
+    sample.end = SampleEnd.STOP
+    assert sample.result_without_text("").routed_experts is None
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((2, 3), np.uint8), np.zeros((2, 3, 1), np.int64), "AAAA", "no base64"])
+def test_what_is_no_routes_is_refused(wrong):
+    with pytest.raises(ValueError):
+        RoutedExperts.of(wrong)
 
 
 class Words:
