@@ -7,12 +7,15 @@ is the model's own router, by transformers. Each test is one way by which others
 import asyncio
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
 from engine_answers import run
-from moe_model import CHOSEN, LAYERS, chosen_experts, make_moe_model
+from moe_model import CHOSEN, EXPERTS, LAYERS, chosen_experts, make_moe_model
 
+from tailrace.app.train.route_replay import OWN, padded_routes, replayed_routes
 from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
@@ -162,6 +165,30 @@ def test_ends_inside_accepted_drafts_and_by_a_text_have_their_rows(engine, folde
     count = len(stopped.token_ids)
     assert count == tokens.index(tokens[20]) + 1
     np.testing.assert_array_equal(stopped.routed_experts, whole.routed_experts[: len(PROMPT) + count - 1])
+
+
+def mismatch(model, results, routes) -> float:
+    """Mean distance of a trainer's logprobs from the rollout's, in nats."""
+    token_ids = torch.tensor([[*PROMPT.tolist(), *result.token_ids.tolist()] for result in results])
+    with torch.no_grad(), replayed_routes(model, routes) if routes is not None else nullcontext():
+        logprobs = model(token_ids).logits[:, :-1].float().log_softmax(-1)
+    own = logprobs.gather(2, token_ids[:, 1:, None])[:, -TOKENS:, 0]
+    return float((own - torch.tensor(np.array([result.raw_logprobs for result in results]))).abs().mean())
+
+
+def test_a_trainer_that_replays_them_is_nearer_to_the_rollout(engine, folder):
+    """The trainer computes in bfloat16, so that some of its routers choose otherwise."""
+    from transformers import Qwen3MoeForCausalLM
+
+    results = run(engine, *(chunk(sample=sample) for sample in range(4)))
+    found = [RoutedExperts(result.routed_experts) for result in results]
+    routes = padded_routes(found, [0] * 4, len(PROMPT) + TOKENS)
+    exact = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert mismatch(exact, results, routes) < 1e-3  # experts and their gates are those of the engine
+    other = torch.where(routes == OWN, OWN, (routes + 1) % EXPERTS)
+    assert mismatch(exact, results, other) > 10 * mismatch(exact, results, routes)
+    rough = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert mismatch(rough, results, routes) < 0.8 * mismatch(rough, results, None)
 
 
 def test_json_has_them_as_vllm_has():
