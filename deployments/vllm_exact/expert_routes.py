@@ -19,15 +19,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS
 
-def refusal(model_config, kv_cache_config) -> str | None:
-    """Returns in one line why this model's routes cannot be kept, or None."""
-    groups = kv_cache_config.kv_cache_groups
-    if not model_config.is_moe:
-        return "the model has no experts"
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        return "the model's layers do not all attend to the whole context, so blocks of KV leave before their routes"
-    return None
+
+def check_fits(vllm_config) -> None:
+    """Raises ValueError, one line, if the model has no experts. Called before it is loaded."""
+    if not vllm_config.model_config.is_moe:
+        raise ValueError(f"vllm_args.{ROUTED_EXPERTS}: the model has no experts; remove it")
 
 
 class ExpertRoutes(RoutedExpertsCapturer):
@@ -36,11 +34,11 @@ class ExpertRoutes(RoutedExpertsCapturer):
     """
 
     def __init__(self, vllm_config, model: torch.nn.Module, kv_cache_config):
-        """Raises ValueError, one line, if the model's routes cannot be kept."""
-        if (reason := refusal(vllm_config.model_config, kv_cache_config)) is not None:
-            raise ValueError(f"vllm_args.enable_return_routed_experts: {reason}; remove it")
+        """Raises ValueError, one line, if blocks of the model's KV leave before their tokens do."""
         super().__init__(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config)
-        group = kv_cache_config.kv_cache_groups[0]
+        group, *others = kv_cache_config.kv_cache_groups
+        if others or not isinstance(group.kv_cache_spec, FullAttentionSpec):
+            raise ValueError(f"vllm_args.{ROUTED_EXPERTS}: not all layers attend to the whole context; remove it")
         self._layer = group.layer_names[0]
         self._block_tokens = group.kv_cache_spec.block_size
         shape = kv_cache_config.num_blocks + 1, self._block_tokens * int(np.prod(self.shape_per_token))

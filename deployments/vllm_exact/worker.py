@@ -30,6 +30,10 @@ class ExactWorker:
     def load_model(self, *args, **kwargs) -> None:
         if self.vllm_config.lora_config is not None:
             lora.prepare(self.model_runner)
+        if self._keeps_routes:
+            from tailrace.deployments.vllm_exact import expert_routes  # it imports all of vLLM's experts
+
+            expert_routes.check_fits(self.vllm_config)
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         runner.sampler = self.sampler_of(runner)
@@ -118,17 +122,18 @@ class ExactWorker:
         finally:
             engine.reset_weight_update_target()
 
+    @property
+    def _keeps_routes(self) -> bool:
+        return ROUTED_EXPERTS in self.vllm_config.additional_config
+
     def initialize_from_config(self, kv_cache_config) -> None:
         super().initialize_from_config(kv_cache_config)
-        if self.vllm_config.additional_config.get(ROUTED_EXPERTS):
-            self._keep_routes(kv_cache_config)
+        if self._keeps_routes:
+            from tailrace.deployments.vllm_exact.expert_routes import ExpertRoutes
 
-    def _keep_routes(self, kv_cache_config) -> None:
-        from tailrace.deployments.vllm_exact.expert_routes import ExpertRoutes  # it imports all of vLLM's experts
-
-        self._routes = ExpertRoutes(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
-        if has_kv_transfer_group():
-            get_kv_transfer_group().keep_beside(self._routes.blocks)
+            self._routes = ExpertRoutes(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
+            if has_kv_transfer_group():
+                get_kv_transfer_group().keep_beside(self._routes.blocks)
 
     def routed_experts(self, req_id: str, start: int, end: int):
         """Calls `ExpertRoutes.read` for an RPC, for a request of the last step; None if it was in no step."""

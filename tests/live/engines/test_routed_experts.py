@@ -16,7 +16,7 @@ from engine_answers import run
 from moe_model import CHOSEN, EXPERTS, LAYERS, chosen_experts, make_moe_model
 
 from tailrace.app.train.route_replay import OWN, padded_routes, replayed_routes
-from tailrace.deployments.engine.engine_loop import EngineLoop
+from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.command import ResetCache
@@ -32,7 +32,8 @@ KEPT = []
 PROMPT = np.array([*([7, 30, 7, 41, 9] * 14), *range(11, 41)], np.int32)
 TOKENS, BLOCK = 70, 32
 ROUTES = {"enable_return_routed_experts": True}
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+PHRASES = np.array(([7, 30, 7, 41, 9] * 3 + [55, 60]) * 5, np.int32)[:TOKENS]
+"""An answer to replay: look-up drafts its repetitions, and is wrong where a phrase ends."""
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +64,10 @@ def engine(folder, pool):
     sizes = {"max_model_len": 512, "max_running": 8, "kv_cache_gib": 0.05, "block_tokens": BLOCK, "vllm_args": ROUTES}
     sizes |= {"max_batched_tokens": 64, "draft": DraftConfig(method="ngram", draft_tokens=4)}
     sizes |= {"redraw_close_calls": True, "close_call_tolerance": 0.02}
-    stepper = Stepper(EngineConfig(model=str(folder), **sizes), "experts", 0, 0, pool)
-    KEPT.append((stepper, stepper._engine))
-    loop = EngineLoop(stepper)
-    yield loop
-    loop.end()
+    engine = EngineRunner(EngineConfig(model=str(folder), **sizes), "experts", pool=pool)
+    KEPT.append(engine)
+    yield engine
+    engine.stop()
 
 
 NUMBERS = iter(range(1 << 30))
@@ -149,26 +149,25 @@ def test_a_move_pulls_the_routes_with_the_kv(engine, folder):
 
 
 def test_rejected_drafts_leave_no_routes(engine, folder):
-    tokens, routes, results = in_pieces(engine, TOKENS, sampling=GREEDY, sample=3)
-    single, of_single, _ = in_pieces(engine, 1, sampling=GREEDY, sample=3)
+    tokens, routes, results = in_pieces(engine, TOKENS, forced=PHRASES)
+    single, of_single, _ = in_pieces(engine, 1, forced=PHRASES)
     assert 0 < results[0].accepted_tokens < results[0].drafted_tokens
-    assert tokens == single
+    assert tokens == single == PHRASES.tolist()
     np.testing.assert_array_equal(routes, of_single)
     assert_routes(routes, truth(folder, tokens))
 
 
-def test_ends_inside_accepted_drafts_and_by_a_text_have_their_rows(engine, folder):
-    (whole,) = run(engine, chunk(sampling=GREEDY, sample=3))
-    tokens = whole.token_ids.tolist()
-    stop = SamplingParams(temperature=0.0, stop_token_ids=(tokens[20],))
-    (stopped,) = run(engine, chunk(sampling=stop, sample=3))
+def test_an_end_among_drafts_leaves_the_rows_of_its_tokens(engine, folder):
+    (whole,) = run(engine, chunk(forced=PHRASES))
+    stop = SamplingParams(stop_token_ids=(PHRASES[32],))
+    (stopped,) = run(engine, chunk(forced=PHRASES, sampling=stop))
     count = len(stopped.token_ids)
-    assert count == tokens.index(tokens[20]) + 1
+    assert count == PHRASES.tolist().index(PHRASES[32]) + 1 and stopped.accepted_tokens > 0
     np.testing.assert_array_equal(stopped.routed_experts, whole.routed_experts[: len(PROMPT) + count - 1])
 
 
 def mismatch(model, results, routes) -> float:
-    """Mean distance of a trainer's logprobs from the rollout's, in nats."""
+    """Returns the mean distance of a trainer's logprobs from the rollout's, in nats."""
     token_ids = torch.tensor([[*PROMPT.tolist(), *result.token_ids.tolist()] for result in results])
     with torch.no_grad(), replayed_routes(model, routes) if routes is not None else nullcontext():
         logprobs = model(token_ids).logits[:, :-1].float().log_softmax(-1)
