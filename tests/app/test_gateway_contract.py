@@ -4,11 +4,14 @@ vLLM's are read from its source, so nothing of it is loaded. A field that a new 
 """
 
 import ast
+import base64
+import io
 import re
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from image_model import features
 from pydantic import BaseModel, ValidationError
@@ -20,6 +23,7 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest, TokensSampled
 from tailrace.deployments.messages.rollout import SampleResult
 from tailrace.deployments.messages.session import SampleAnswer
+from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.policies.protocol.actions import SampleEnd
 
 PAGE = Path(__file__).parents[2] / "docs" / "http.md"
@@ -134,11 +138,14 @@ def test_nothing_is_ignored_without_being_listed():
     assert everywhere >= set(NEUTRAL) - {"best_of"}, "an older vLLM's"
 
 
+ROUTES = np.array([[[3, 1]], [[0, 2]]], np.uint8)
+
+
 def answered() -> list[dict]:
     """An answer of each route, with all that can be asked for."""
     logprobs = (-1.0, -2.0)
     sample = SampleResult(sample_index=0, token_ids=(5, 6), text="56", logprobs=logprobs, raw_logprobs=logprobs,
-                          finish_reason=SampleEnd.STOP)  # fmt: skip
+                          finish_reason=SampleEnd.STOP, routed_experts=ROUTES)  # fmt: skip
     one = SampleAnswer(batch_id="b", group="g", prompt_token_ids=(1,), prompt_key="", step=0, sample=sample)
     prompts = SimpleNamespace(piece=str)
     model, naming = SimpleNamespace(name="m", prompts=prompts), Naming(0, 0, "g", 0)
@@ -180,6 +187,14 @@ def test_every_field_of_vllm_s_answers_is_listed_as_it_is():
     assert set(listed_as) == vllm_s | ours
     for name, here in listed_as.items():
         assert here == ("ours" if name not in vllm_s else "given" if name in ours else "absent"), name
+
+
+def test_routed_experts_are_read_as_vllm_s_and_by_our_client():
+    """vLLM's own recipe, in a comment of its protocol."""
+    for answer in answered():
+        text = answer["choices"][0]["routed_experts"]
+        np.testing.assert_array_equal(np.load(io.BytesIO(base64.b64decode(text))), ROUTES)
+        assert RoutedExperts.of(text).array.dtype == np.uint8
 
 
 def test_an_answer_that_calls_tools_says_so():
