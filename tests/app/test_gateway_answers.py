@@ -24,7 +24,8 @@ def segment(version: int, start: int, end: int, replica: str = "r", adapter: str
 def sample(index: int = 1, end: SampleEnd = SampleEnd.STOP, **others) -> SimpleNamespace:
     values = {
         "sample_index": index, "token_ids": (7, 8), "logprobs": (-0.5, -1.5), "top_logprobs": (), "sampling_mask": (),
-        "finish_reason": end, "stop_reason": None, "error": None, "routed_experts": None, "segments": (segment(3, 0, 2),), "text": "ab",
+        "finish_reason": end, "stop_reason": None, "error": None, "routed_experts": None,
+        "segments": (segment(3, 0, 2),), "text": "ab",
         "prompt_logprobs": None,
     }  # fmt: skip
     return SimpleNamespace(**(values | others))
