@@ -24,6 +24,7 @@ class Engine:
     def __init__(self):
         self.script, self.calls, self.requests, self.closed, self.margin, self.resets = [], [], [], {}, 1.0, True
         self.vllm_config = SimpleNamespace(
+            additional_config={},
             model_config=SimpleNamespace(model="/model", max_model_len=64),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
             lora_config=None,
