@@ -174,7 +174,8 @@ def test_the_last_of_mates_with_the_same_first_tokens_releases_the_blocks_of_the
 
 
 def test_keys_in_use_are_released_later_and_no_others(monkeypatch):
-    monkeypatch.setattr(kv_pool_manager, "AGAIN_S", 0.02)
+    now = [0.0]
+    monkeypatch.setattr(KvPoolManager, "_clock", lambda self: now[0])
     master, batch = Recording(in_use=(4,)), batch_of(PROMPT, (1, 2, 3, 4))
 
     async def play(manager):
@@ -183,7 +184,7 @@ def test_keys_in_use_are_released_later_and_no_others(monkeypatch):
         manager._ask = lambda *asked: asyncio.sleep(0)  # the poll's own question
         await manager.poll(0.0)
         assert master.calls == [("release", [3, 4])], "not before its time"
-        await asyncio.sleep(0.03)
+        now[0] = kv_pool_manager.AGAIN_S
         await manager.poll(0.0)
         assert list(manager._todo) == [("release", [[f"tailrace-0@{name(4).hex()}"]])]
 
