@@ -87,7 +87,7 @@ class Rollouts:
         self.kv_pool_manager, self.token_log = kv_pool_manager, token_log
         self.core_holder = CoreHolder(policies, loop.now)
         self.replica_target, self.registry = ReplicaTarget(), ReplicaRegistry()
-        self.weights = Weights(engines, before=self._log_early)
+        self.weights = Weights(engines, self._log_early, lambda: self.core_holder.exactness)
         self.adapters = AdapterLoads(engines, prompts.model)
         self.weight_transfer = WeightTransfer(
             engines, lambda: self.registry.reports, lambda: (self.weights.version, self.weights.digest)
@@ -172,13 +172,13 @@ class Rollouts:
             raise ValueError(f"replicas is {replicas!r}; give an integer, 0 or more")
         self.loop.tell(ev.ReplicasReserved(self.loop.now(), replicas))
 
-    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
+    async def update_weights(self, version: int, source: str, *known) -> WeightsLoaded | Rejected:
         """Has every replica load the folder `source` between chunks; samples in flight continue under `version`.
 
-        Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
+        `known`: digest and score, see `Weights.want`. Returns when all replicas hold it, or why they do not.
         """
         await self.loop.looked.wait()
-        if (refusal := await self.weights.want(version, source, digest)) is not None:
+        if (refusal := await self.weights.want(version, source, *known)) is not None:
             return refusal
         self.sleep.wake_weights()
         self._follow_weights()
@@ -256,7 +256,7 @@ class Rollouts:
         self.loop.looked.set()
         self._follow_weights()
         known = [(self.weights.known(report), observed_s - self.loop.began_s) for report, observed_s in heard]
-        for event in self.registry.observe(known, self.loop.now()):
+        for event in self.registry.observe(known, self.loop.now(), self.weights.scores.unlike):
             self.loop.tell(event)
         self.replica_target.see(len(self.registry.joined))
         self._runner.watch.look(reports)
