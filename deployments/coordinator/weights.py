@@ -61,8 +61,11 @@ class Weights:
         engines: "EngineClient",
         before: Callable[[], Awaitable[None]],
         exactness: Callable[[], Exactness] = lambda: "bits",
+        kept: Callable[[str], bool] = lambda replica_id: False,
     ):
-        """`before`: awaited before the target weights change. `exactness`: returns the engines' level."""
+        """`before`: awaited before the target weights change. `exactness`: returns the engines' level. `kept`: returns
+        whether a replica is to keep its weights until its samples have ended.
+        """
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
         self.held = False  # True while the service is paused: no replica is used
@@ -71,7 +74,7 @@ class Weights:
         self.scores = WeightScores(exactness)
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._unread: deque[tuple[int, str]] = deque(maxlen=MAX_UNREAD)  # accepted after those, before the wanted ones
-        self._engines, self._before = engines, before
+        self._engines, self._before, self._kept = engines, before, kept
         self._heard = asyncio.Event()
         self._loading: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> time of the next request, and the pause after it
@@ -185,7 +188,8 @@ class Weights:
         """Returns the loads to start at `now`, in seconds of the event loop's clock."""
         if self.asleep:
             return []
-        return [self._load(name) for name in (*self._late(), *self.scores.unlike) if self._is_due(name, now)]
+        late = (name for name in self._late() if name in self._asleep or not self._kept(name))
+        return [self._load(name) for name in (*late, *self.scores.unlike) if self._is_due(name, now)]
 
     def known(self, report: EngineStats) -> EngineStats:
         """Returns the report as the core should see it: a replica that must not be used has OTHER_WEIGHTS as its
@@ -219,11 +223,13 @@ class Weights:
         return Rejected(reason=reason, by=RejectedBy.WEIGHTS)
 
     async def loaded(self) -> WeightsLoaded | Rejected:
-        """Waits up to LOAD_S until every replica that reports holds the weights wanted now."""
+        """Waits up to LOAD_S until every replica that reports holds the weights wanted now; or until one does, if all
+        others keep theirs for a while.
+        """
         version = self.version
         try:
             async with asyncio.timeout(LOAD_S):
-                while self.version == version and self._late():
+                while self.version == version and not self._have_come():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -232,7 +238,7 @@ class Weights:
             return Rejected(reason=f"{reason}; call again to wait on")
         if self.version != version:
             return Rejected(reason=f"weights {version} were overtaken by {self.version}")
-        replicas = tuple(sorted(self._held.keys() - self.scores.unlike.keys()))
+        replicas = tuple(sorted(self._held.keys() - self.scores.unlike.keys() - set(self._late())))
         if self.scores.unlike and not replicas:
             return Rejected(reason=f"weights {version} are loaded, but {self.scores.problem}")
         return WeightsLoaded(
@@ -248,6 +254,10 @@ class Weights:
     def _late(self) -> list[str]:
         wanted = self.version, self.digest
         return sorted(name for name, held in self._held.items() if held != wanted)
+
+    def _have_come(self) -> bool:
+        late = self._late()
+        return not late or (len(late) < len(self._held) and all(map(self._kept, late)))
 
     def _is_due(self, replica_id: str, now: float) -> bool:
         return replica_id not in self._loading and self._pauses.get(replica_id, (now, 0.0))[0] <= now

@@ -50,7 +50,7 @@ class Drain:
         begun, or no replica that keeps its weights could take its next chunk.
         """
         version, need = sample.first_version, -(-sample.need_tokens // STEP_TOKENS) * STEP_TOKENS
-        if version not in self._table.kept or not any(self._table.whole_tokens(i) >= need for i in self._open(version)):
+        if version not in self._table.kept or not any(self._table.whole_tokens(i) >= need for i in self.open_to(version)):
             return None
         return version
 
@@ -89,13 +89,13 @@ class Drain:
     def _home(self, sample: Sample) -> str | None:
         """Returns the replica with a kept sample's KV, if it has room."""
         last = sample.last_replica
-        stays = last in self._open(sample.kept_version) and self._table.own_room_tokens(last) >= sample.need_tokens
+        stays = last in self.open_to(sample.kept_version) and self._table.own_room_tokens(last) >= sample.need_tokens
         return last if stays else None
 
     def _roomiest(self, version: int) -> str | None:
-        return max(self._open(version), key=self._table.own_room_tokens, default=None)
+        return max(self.open_to(version), key=self._table.own_room_tokens, default=None)
 
-    def _open(self, version: int) -> list[str]:
+    def open_to(self, version: int) -> list[str]:
         """Returns the replicas that keep a version and may start chunks of it, in order of ids."""
         kept = sorted(self._table.kept.get(version, ()))
         return [one for one in kept if one not in self._emptied and self._table.stays(one)]
@@ -109,7 +109,7 @@ class Drain:
 
     def _shrink(self, version: int) -> None:
         """Empties the cheapest replicas of a version: those with the fewest samples, of these the shortest."""
-        kept, free = self._open(version), self._table.staying > sum(map(len, self._table.kept.values()))
+        kept, free = self.open_to(version), self._table.staying > sum(map(len, self._table.kept.values()))
         free = free or bool(self._emptied)  # a replica has the newest weights, or is to have them
         waiting = self._waiting.waiting_at(version)
         samples = waiting + sum(map(self._table.running, self._table.kept[version]))
