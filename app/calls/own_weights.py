@@ -8,7 +8,7 @@ from tailrace.deployments.messages.status import ServiceSnapshot
 
 
 class OwnWeights:
-    """`load`: has the service load a version from a source, with a digest or an empty one, and with a score if given."""
+    """`load`: has the service load a version from a source, with a digest or an empty one, and a score if given."""
 
     def __init__(self, load: Callable[..., Awaitable[WeightsLoaded]]):
         self._load = load

@@ -50,9 +50,8 @@ class Drain:
         begun, or no replica that keeps its weights could take its next chunk.
         """
         version, need = sample.first_version, -(-sample.need_tokens // STEP_TOKENS) * STEP_TOKENS
-        if version not in self._table.kept or not any(self._table.whole_tokens(i) >= need for i in self.open_to(version)):
-            return None
-        return version
+        rooms = map(self._table.whole_tokens, self.open_to(version) if version in self._table.kept else ())
+        return version if max(rooms, default=0) >= need else None
 
     def look(self) -> list[Sample] | None:
         """Lets go of idle replicas. Returns waiting samples whose weights no replica keeps any more: they continue

@@ -37,9 +37,7 @@ class Keep(BaseModel):
 
 
 class Finish(BaseModel):
-    """Samples end under the weights that they began with. A replica takes new weights once none of them runs there, and
-    new samples start on replicas of the newest weights.
-    """
+    """Samples end under the weights that they began with; a replica takes new ones once it runs none of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     finishes: ClassVar[bool] = True
