@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tailrace.app.trl.async_weights import AsyncWeights
     from tailrace.app.trl.generation import attach
     from tailrace.app.weights.saved import saved_weights
+    from tailrace.app.weights.score import weights_score
     from tailrace.deployments.messages.rollout import (
         ChatMessage,
         GroupResult,
@@ -30,6 +31,7 @@ _HOMES = {
     "attach": "tailrace.app.trl.generation",
     "connect": "tailrace.app.cluster",
     "saved_weights": "tailrace.app.weights.saved",
+    "weights_score": "tailrace.app.weights.score",
     "AdapterRejected": "tailrace.app.calls.refused",
     "UnknownAdapter": "tailrace.app.calls.refused",
     "LengthOrder": "tailrace.app.calls.length_order",
@@ -62,6 +64,7 @@ __all__ = [
     "attach",
     "connect",
     "saved_weights",
+    "weights_score",
 ]
 
 

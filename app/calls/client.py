@@ -34,6 +34,7 @@ from tailrace.app.calls.trajectory_calls import TrajectoryCalls
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsCheck, WeightsLoaded
+from tailrace.deployments.messages.scores import Score
 from tailrace.deployments.messages.status import (
     BatchLog,
     PoolView,
@@ -137,15 +138,16 @@ class RolloutClient:
 
     # ---- weights -----------------------------------------------------------------------------------------
 
-    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
+    async def update_weights(self, version: int, source: str, digest: str = "", score: Score = ()) -> WeightsLoaded:
         """Loads the safetensors folder `source` on every replica. Samples in flight continue under `version`.
         `send_weights` does the same without a folder.
 
         `version` must not be below the current one. The current one with the same content changes nothing, so a call
-        may be repeated. `digest`: the intended content's digest, from an earlier `WeightsLoaded`; empty for any. Raises
-        WeightsRejected, with the reason, if the update failed.
+        may be repeated. `digest`: the intended content's digest, from an earlier `WeightsLoaded`; empty for any.
+        `score`: the trainer's own, by `tailrace.weights_score`; replicas that differ from it are set aside. Raises
+        WeightsRejected, with the reason, if the update failed, or if no replica has that score.
         """
-        return await self._weights.update(version, source, digest)
+        return await self._weights.update(version, source, digest, score)
 
     update_weights_blocking = blocking(update_weights)
 
@@ -168,8 +170,9 @@ class RolloutClient:
 
     own_slots_blocking = blocking(own_slots)
 
-    async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
-        """Has every replica check and load staged weights. Samples in flight continue under them.
+    async def commit_weights(self, staged: StagedWeights, score: Score = ()) -> WeightsLoaded:
+        """Has every replica check and load staged weights. Samples in flight continue under them. `score`: see
+        `update_weights`.
 
         Replicas of other nodes, and those that start later there, pull them from the KV pool. Raises WeightsRejected,
         with the reason, if the update failed; the former weights then stay.
@@ -178,14 +181,14 @@ class RolloutClient:
             source = await asyncio.to_thread(staged.stage.seal)
         finally:
             staged.drop()  # of a sealed stage, nothing
-        loaded = await self.update_weights(staged.version, str(source), source.digest)
+        loaded = await self.update_weights(staged.version, str(source), source.digest, score)
         return loaded.model_copy(update={"staged_s": staged.seconds})
 
     commit_weights_blocking = blocking(commit_weights)
 
-    async def send_weights(self, version: int, tensors: Tensors) -> WeightsLoaded:
+    async def send_weights(self, version: int, tensors: Tensors, score: Score = ()) -> WeightsLoaded:
         """Stages weights and commits them; see `stage_weights` and `commit_weights`."""
-        return await self.commit_weights(await self.stage_weights(version, tensors))
+        return await self.commit_weights(await self.stage_weights(version, tensors), score)
 
     send_weights_blocking = blocking(send_weights)
 

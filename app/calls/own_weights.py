@@ -3,13 +3,14 @@
 from collections.abc import Awaitable, Callable
 
 from tailrace.deployments.messages.rollout import WeightsLoaded
+from tailrace.deployments.messages.scores import Score
 from tailrace.deployments.messages.status import ServiceSnapshot
 
 
 class OwnWeights:
-    """`load`: has the service load a version from a source, with a digest or an empty one."""
+    """`load`: has the service load a version from a source, with a digest or an empty one, and a score if given."""
 
-    def __init__(self, load: Callable[[int, str, str], Awaitable[WeightsLoaded]]):
+    def __init__(self, load: Callable[..., Awaitable[WeightsLoaded]]):
         self._load = load
         self._last: tuple[int, str, str] | None = None  # version, source, digest
 
@@ -18,9 +19,9 @@ class OwnWeights:
         """Version of the last update; 0 without one."""
         return self._last[0] if self._last else 0
 
-    async def update(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
+    async def update(self, version: int, source: str, digest: str = "", score: Score = ()) -> WeightsLoaded:
         """Has the service load weights, and remembers them."""
-        answer = await self._load(version, source, digest)
+        answer = await self._load(version, source, digest, *((score,) if score else ()))
         if self._last is None or version >= self._last[0]:  # else a later update was answered before this one
             self._last = version, source, answer.digest
         return answer

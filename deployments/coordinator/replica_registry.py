@@ -5,8 +5,9 @@ report from before a replica was lost never brings it back (law 8: a view is as 
 `Rollouts`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.policies.protocol.events import Event, ReplicaJoined, ReplicaLeft, ReplicaMeasured, TokensStreamed
@@ -38,13 +39,18 @@ class ReplicaRegistry:
         }
         return list(self.joined.values())
 
-    def observe(self, heard: Iterable[tuple[EngineStats, float]], now: float) -> list[Event]:
-        """Returns the events that follow from the latest report of each present replica and the time of that report."""
+    def observe(
+        self, heard: Iterable[tuple[EngineStats, float]], now: float, aside: Mapping[str, str] = MappingProxyType({})
+    ) -> list[Event]:
+        """Returns the events that follow from the latest report of each present replica and the time of that report.
+
+        `aside`: replicas that count as lost, each with the reason.
+        """
         events: list[Event] = []
         present, news = set(), []
         self.renewed = []
         for report, made_at in heard:
-            if self._lost_at.get(report.replica_id, -1.0) < made_at:
+            if report.replica_id not in aside and self._lost_at.get(report.replica_id, -1.0) < made_at:
                 present.add(report.replica_id)
                 if not self._is_known(report, made_at):
                     news.append((report, made_at))
@@ -52,7 +58,8 @@ class ReplicaRegistry:
         for report, made_at in sorted(news, key=lambda one: (one[0].started_at, one[0].replica_id)):
             events += self._report(report, made_at, now)
         for replica_id in [known for known in self.joined if known not in present]:
-            events.append(ReplicaLeft(now, replica_id, "there is no report of it any more"))
+            reason = aside.get(replica_id, "there is no report of it any more")
+            events.append(ReplicaLeft(now, replica_id, reason, took_chunk=replica_id not in aside))
             self.lose(replica_id, now)
         self._lost_at = {name: at for name, at in self._lost_at.items() if at >= now - LATE_S}
         return events

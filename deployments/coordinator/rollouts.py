@@ -48,6 +48,7 @@ from tailrace.deployments.metrics.collector import ServiceCollector
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.kv_on_update import drops_kv, finishes
 from tailrace.policies.families.ordering import OracleLongestFirst
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import actions as ac
@@ -87,7 +88,7 @@ class Rollouts:
         self.kv_pool_manager, self.token_log = kv_pool_manager, token_log
         self.core_holder = CoreHolder(policies, loop.now)
         self.replica_target, self.registry = ReplicaTarget(), ReplicaRegistry()
-        self.weights = Weights(engines, before=self._log_early)
+        self.weights = Weights(engines, self._log_early, lambda: self.core_holder.exactness, self._keeps)
         self.adapters = AdapterLoads(engines, prompts.model)
         self.weight_transfer = WeightTransfer(
             engines, lambda: self.registry.reports, lambda: (self.weights.version, self.weights.digest)
@@ -172,13 +173,14 @@ class Rollouts:
             raise ValueError(f"replicas is {replicas!r}; give an integer, 0 or more")
         self.loop.tell(ev.ReplicasReserved(self.loop.now(), replicas))
 
-    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
+    async def update_weights(self, version: int, source: str, *known) -> WeightsLoaded | Rejected:
         """Has every replica load the folder `source` between chunks; samples in flight continue under `version`.
 
-        Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
+        `known`: digest and score, see `Weights.want`. Returns when all replicas hold it, or why they do not; with
+        `kv_on_update: finish` when one does, and the others keep theirs until their samples have ended.
         """
         await self.loop.looked.wait()
-        if (refusal := await self.weights.want(version, source, digest)) is not None:
+        if (refusal := await self.weights.want(version, source, *known)) is not None:
             return refusal
         self.sleep.wake_weights()
         self._follow_weights()
@@ -215,7 +217,10 @@ class Rollouts:
                 self.admission.exchange_core()
                 self._observe()
                 await self._log_tokens()
+                kept = bool(self.core.replicas.kept)
                 self._act(self.core.decide(ev.Tick(self.loop.now())))
+                if kept:
+                    self._follow_weights()
             except Exception as error:  # noqa: BLE001 - a policy's error, or a defect: the core may be half updated
                 self._restart_core("turn", error)
             self.loop.turn_ends()
@@ -256,7 +261,7 @@ class Rollouts:
         self.loop.looked.set()
         self._follow_weights()
         known = [(self.weights.known(report), observed_s - self.loop.began_s) for report, observed_s in heard]
-        for event in self.registry.observe(known, self.loop.now()):
+        for event in self.registry.observe(known, self.loop.now(), self.weights.scores.unlike):
             self.loop.tell(event)
         self.replica_target.see(len(self.registry.joined))
         self._runner.watch.look(reports)
@@ -299,8 +304,13 @@ class Rollouts:
         old, new = self.core.replicas.weights_version, self.weights.version
         if new > old and self.weights.is_confirmed:
             self.loop.tell(ev.WeightsChanged(self.loop.now(), new))
-            if self.kv_pool_manager is not None and self.core.policies.kv_on_update.kv_version(old, new) == new:
+            if self.kv_pool_manager is not None and drops_kv(self.core.policies.kv_on_update, old, new):
                 self.kv_pool_manager.retire(old)
+
+    def _keeps(self, replica_id: str) -> bool:
+        """Returns whether a replica keeps older weights for samples that began with them, see `policies.core.drain`."""
+        told = self.core.replicas.weights_version == self.weights.version or not self.weights.is_confirmed
+        return self.core.replicas.keeps(replica_id) if told else finishes(self.core.policies.kv_on_update)
 
     async def _log_tokens(self) -> None:
         """Logs the tokens of earlier weights, if there are new ones or the weights are about to change."""

@@ -24,6 +24,7 @@ def service_snapshot(rollouts: "Rollouts", survey: Survey) -> ServiceSnapshot:
     """See `Rollouts.status`."""
     core, now_s, weights, target = rollouts.core, rollouts.loop.now(), rollouts.weights, rollouts.replica_target
     counts, pool, context = core.counts(), rollouts.kv_pool_manager, rollouts.context
+    problem = "; ".join(filter(None, (weights.problem, weights.scores.problem))) or None
     survey.look(core)
     return ServiceSnapshot(
         coordinator_s=now_s,
@@ -38,12 +39,12 @@ def service_snapshot(rollouts: "Rollouts", survey: Survey) -> ServiceSnapshot:
         wanted=target.wanted,
         wanted_why=target.reason,
         observed_s=now_s - min(rollouts.registry.observed_at.values(), default=now_s),
-        waits_for=waits_for(core.replicas, bool(rollouts.batches), weights.problem, rollouts.admission.held),
+        waits_for=waits_for(core.replicas, bool(rollouts.batches), problem, rollouts.admission.held),
         policies=core.policies.model_dump(),
         weights_version=weights.version,
         weights_digest=weights.digest,
         weights_source=weights.source,
-        weights_problem=weights.problem or "",
+        weights_problem=problem or "",
         pool=None if pool is None else pool.view(),
         context=None if context is None else context.counts(),
         held_bytes=rollouts.deliveries.held_bytes(),

@@ -13,10 +13,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tailrace.deployments.coordinator.weight_scores import WeightScores
 from tailrace.deployments.messages.chunk import WEIGHTS, EngineStats
 from tailrace.deployments.messages.command import CheckWeights, LoadWeights
 from tailrace.deployments.messages.errors import ChunkError, is_own_cancel, one_line
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.scores import SCORED, Score
+from tailrace.policies.protocol.exactness import Exactness
 
 if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
     from tailrace.deployments.coordinator.engine_client import EngineClient
@@ -53,16 +56,25 @@ load.
 class Weights:
     """Version 0 names the weights that the engines were started with. `digests`: digests of known versions."""
 
-    def __init__(self, engines: "EngineClient", before: Callable[[], Awaitable[None]]):
-        """`before`: awaited before the target weights change."""
+    def __init__(
+        self,
+        engines: "EngineClient",
+        before: Callable[[], Awaitable[None]],
+        exactness: Callable[[], Exactness] = lambda: "bits",
+        kept: Callable[[str], bool] = lambda replica_id: False,
+    ):
+        """`before`: awaited before the target weights change. `exactness`: returns the engines' level. `kept`: returns
+        whether a replica is to keep its weights until its samples have ended.
+        """
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
         self.held = False  # True while the service is paused: no replica is used
         self.asleep = False  # True while the memory of weights is given back: nothing is loaded
         self.problem: str | None = None  # the error of the last load that failed
+        self.scores = WeightScores(exactness)
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._unread: deque[tuple[int, str]] = deque(maxlen=MAX_UNREAD)  # accepted after those, before the wanted ones
-        self._engines, self._before = engines, before
+        self._engines, self._before, self._kept = engines, before, kept
         self._heard = asyncio.Event()
         self._loading: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> time of the next request, and the pause after it
@@ -81,13 +93,13 @@ class Weights:
         """True once a replica has read the wanted weights. Without replicas an update is accepted unread."""
         return bool(self.digest)
 
-    async def want(self, version: int, source: str, digest: str = "") -> Rejected | None:
+    async def want(self, version: int, source: str, digest: str = "", score: Score = ()) -> Rejected | None:
         """Sets the target weights. Returns Rejected, and changes nothing, if they are invalid.
 
         Repeating the present version with its present content is no change. `digest`: the intended content's digest, if
-        the caller knows it from an earlier answer; empty for any.
+        the caller knows it from an earlier answer; empty for any. `score`: the trainer's, or empty.
         """
-        if (reason := invalid(version, source)) or (reason := self._too_old(version)):
+        if (reason := invalid(version, source) or unlike_score(score)) or (reason := self._too_old(version)):
             return Rejected(reason=reason)
         try:
             found = await self._engines.digests(CheckWeights(source))
@@ -104,7 +116,7 @@ class Weights:
         )
         if reason:
             return Rejected(reason=reason)
-        self._set(version, source, read)
+        self._set(version, source, read, tuple(score))
         return None
 
     def _too_old(self, version: int) -> str | None:
@@ -120,7 +132,11 @@ class Weights:
             return None
         return f"weights version {version} is taken by other weights ({self.digest or self.source}); versions only grow"
 
-    def _set(self, version: int, source: str, digest: str) -> None:
+    def _set(self, version: int, source: str, digest: str, score: Score = ()) -> None:
+        if version != self.version:
+            self.scores.begin()
+        if score:
+            self.scores.believe(score)
         if version != self.version and not self.is_confirmed:
             self._unread.append((self.version, self.source))
         self.version, self.source, self.problem = version, source, None
@@ -160,6 +176,8 @@ class Weights:
         }
         self._asleep = {one.replica_id for one in reports if WEIGHTS in one.asleep}
         self._paused_s = {report.replica_id: report.weights_pause_s for report in reports}
+        wanted = self.version, self.digest
+        self.scores.observe(one for one in reports if (one.weights_version, one.weights_digest) == wanted)
         self._changed.set()
         if reports:
             self._heard.set()
@@ -170,11 +188,12 @@ class Weights:
         """Returns the loads to start at `now`, in seconds of the event loop's clock."""
         if self.asleep:
             return []
-        return [self._load(name) for name in self._late() if self._is_due(name, now)]
+        late = (name for name in self._late() if name in self._asleep or not self._kept(name))
+        return [self._load(name) for name in (*late, *self.scores.unlike) if self._is_due(name, now)]
 
     def known(self, report: EngineStats) -> EngineStats:
         """Returns the report as the core should see it: a replica that must not be used has OTHER_WEIGHTS as its
-        version.
+        version. Replicas that are set aside by their score are lost to the core, see `WeightScores`.
 
         No replica is used until the wanted weights are confirmed, since the core still has the version before; nor
         while the service is paused, nor if its content is not the wanted one.
@@ -204,11 +223,13 @@ class Weights:
         return Rejected(reason=reason, by=RejectedBy.WEIGHTS)
 
     async def loaded(self) -> WeightsLoaded | Rejected:
-        """Waits up to LOAD_S until every replica that reports holds the weights wanted now."""
+        """Waits up to LOAD_S until every replica that reports holds the weights wanted now; or until one does, if all
+        others keep theirs for a while.
+        """
         version = self.version
         try:
             async with asyncio.timeout(LOAD_S):
-                while self.version == version and self._late():
+                while self.version == version and not self._have_come():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -217,30 +238,46 @@ class Weights:
             return Rejected(reason=f"{reason}; call again to wait on")
         if self.version != version:
             return Rejected(reason=f"weights {version} were overtaken by {self.version}")
-        replicas = tuple(sorted(self._held))
-        paused_s = {name: self._paused_s[name] for name in replicas}
-        return WeightsLoaded(version=version, digest=self.digest, replicas=replicas, paused_s=paused_s)
+        replicas = tuple(sorted(self._held.keys() - self.scores.unlike.keys() - set(self._late())))
+        if self.scores.unlike and not replicas:
+            return Rejected(reason=f"weights {version} are loaded, but {self.scores.problem}")
+        return WeightsLoaded(
+            version=version,
+            digest=self.digest,
+            replicas=replicas,
+            paused_s={name: self._paused_s[name] for name in replicas},
+            scores=self.scores.scores,
+            set_aside=self.scores.unlike,
+            warnings=self.scores.found,
+        )
 
     def _late(self) -> list[str]:
         wanted = self.version, self.digest
         return sorted(name for name, held in self._held.items() if held != wanted)
 
+    def _have_come(self) -> bool:
+        late = self._late()
+        return not late or (len(late) < len(self._held) and all(map(self._kept, late)))
+
     def _is_due(self, replica_id: str, now: float) -> bool:
         return replica_id not in self._loading and self._pauses.get(replica_id, (now, 0.0))[0] <= now
 
     async def _load(self, replica_id: str) -> None:
-        version, now = self.version, asyncio.get_running_loop().time
+        version = self.version
         self._loading.add(replica_id)
         try:
-            if not self.source and replica_id not in self._asleep:  # a replica that slept knows its own folder
+            unlike = replica_id in self.scores.unlike
+            if not (self.source or unlike or replica_id in self._asleep):  # these two know their own folder
                 raise ValueError(f"it was started on other weights than version {version} of the service")
-            await self._engines.ask(replica_id, LoadWeights(version, self.source, self.digest))
-            self._pauses.pop(replica_id, None)
+            await self._engines.ask(replica_id, LoadWeights(version, self.source, "" if unlike else self.digest))
+            if unlike:
+                self._pause(replica_id)
+            else:
+                self._pauses.pop(replica_id, None)
         except (Exception, asyncio.CancelledError) as error:  # an error of one replica; the load is repeated
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise
-            pause_s = min(PAUSE_S[1], 2 * self._pauses.get(replica_id, (0.0, PAUSE_S[0] / 2))[1])
-            self._pauses[replica_id] = now() + pause_s, pause_s
+            self._pause(replica_id)
             if version == self.version:
                 self.problem = f"{replica_id}: {error}"
                 if isinstance(error, ChunkError) and not self.is_confirmed:
@@ -248,12 +285,23 @@ class Weights:
         finally:
             self._loading.discard(replica_id)
 
+    def _pause(self, replica_id: str) -> None:
+        pause_s = min(PAUSE_S[1], 2 * self._pauses.get(replica_id, (0.0, PAUSE_S[0] / 2))[1])
+        self._pauses[replica_id] = asyncio.get_running_loop().time() + pause_s, pause_s
+
 
 def _not_one(version: int, source: str, digests: set[str]) -> str | None:
     """Returns why the digests read by replicas are not one content, or None if they are."""
     if len(digests) > 1:
         return f"weights {source}: it is not one content of version {version} ({', '.join(sorted(digests))})"
     return None
+
+
+def unlike_score(score: object) -> str | None:
+    """Returns why this is no score of a trainer, in one line, or None if it is one, or empty."""
+    if isinstance(score, tuple | list) and len(score) in (0, len(SCORED) - 1):
+        return None
+    return f"score is {str(score)[:40]}; give {len(SCORED) - 1} logprobs, as tailrace.weights_score returns them"
 
 
 def invalid(version: object, source: object) -> str | None:

@@ -251,6 +251,7 @@ class EngineLoop:
                 return self._sleep()
             case WakeKv():
                 stepper.weights.wake_kv()
+                stepper.weights.score(stepper)
                 self._stats = stepper.stats()
                 return None
             case CheckWeights(source):
@@ -277,7 +278,10 @@ class EngineLoop:
         present = self._stats.weights_version, self._stats.weights_digest
         wanted = command.version, command.digest
         if not command.digest or present != wanted or WEIGHTS in self._stats.asleep:
-            self._stepper.weights.load(command.version, command.source, command.digest)
+            weights = self._stepper.weights
+            weights.score_again(self._stepper)
+            weights.load(command.version, command.source, command.digest)
+            weights.score(self._stepper)
             self.weights_pause_s = self._now() - max(asked_s, self._stepper.progress_s)
         self._stats = self._stepper.stats()  # before the caller can look
 

@@ -4,7 +4,10 @@ Invariant: an engine that sleeps runs no chunk, and its weights come back only b
 against the digest. Owned by the stepper, and called on its thread.
 """
 
+from tailrace.deployments.engine.engine_steps import Steps
+from tailrace.deployments.engine.weights_score import score_of
 from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS, ChunkRequest, WeightsRead
+from tailrace.deployments.messages.scores import Score, apart
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.weight_loading import called, weights_digest
 
@@ -16,11 +19,21 @@ class EngineWeights:
         self._engine, self._folder = engine, engine.vllm_config.model_config.model
         self.version, self._source, self._digest = version, "", weights_digest(self._folder)
         self.asleep: tuple[str, ...] = ()  # parts of memory that are given back
+        self._score: Score = ()
+        self._drift = 0.0
 
     def report(self) -> dict:
         """Returns the fields of EngineStats about weights."""
         named = {"weights_version": self.version, "weights_source": self._source, "weights_digest": self._digest}
-        return named | {"asleep": self.asleep}
+        return named | {"asleep": self.asleep, "score": self._score, "score_drift": self._drift}
+
+    def score(self, steps: Steps) -> None:
+        """Scores the weights, unless a part of the memory sleeps; no chunk may run."""
+        self._score = () if self.asleep else score_of(steps)
+
+    def score_again(self, steps: Steps) -> None:
+        """Compares the weights with those that were loaded, before others replace them; no chunk may run."""
+        self._drift = apart(self._score, score_of(steps)) if self._score and not self.asleep else 0.0
 
     def chunk_refusal(self, chunk: ChunkRequest) -> str | None:
         """Returns why a chunk cannot run under these weights, or None."""

@@ -3,7 +3,7 @@
 Small chunks compile the kernels (10 s once per machine) and measure the speed of prompts.
 An engine that drafts also verifies wrong drafts of several lengths.
 Its drafting policy therefore knows the cost of a step from the start.
-Called by the stepper, once; takes about a second.
+The engine then scores its weights. Called by the stepper, once; takes about a second.
 """
 
 import time
@@ -34,6 +34,7 @@ def warm_up(stepper, max_running: int, draft_tokens: int) -> None:
             stepper.step()
     if draft_tokens:
         rehearse(stepper, max_running, draft_tokens)
+    stepper.weights.score(stepper)
 
 
 def rehearse(stepper, max_running: int, draft_tokens: int) -> None:

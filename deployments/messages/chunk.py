@@ -14,6 +14,7 @@ from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import Mask, PromptLogprobs, SamplingParams, Top
+from tailrace.deployments.messages.scores import Score
 from tailrace.policies.protocol.events import ChunkEnd
 from tailrace.policies.protocol.performance import Performance
 
@@ -130,6 +131,8 @@ class EngineStats:
     weights_source: str = ""  # the source loaded last; empty: the folder that the engine was started on
     weights_pause_s: float = 0.0  # seconds without a token for the last load of weights
     weights_digest: str = ""  # names the content of the weights
+    score: Score = ()  # of its weights, once they were loaded or woken
+    score_drift: float = 0.0  # nats by which the weights before had changed in place, once they were replaced
     asleep: tuple[str, ...] = ()  # parts of its memory that are given back; it runs no chunk then
     steps: int = 0
     preemptions: int = 0

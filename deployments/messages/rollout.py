@@ -268,7 +268,9 @@ class WeightsLoaded(Message):
     load it.
 
     `digest`: names the content; empty if no replica has read it yet. `paused_s`: seconds without a token for the
-    update, by replica. `staged_s`: seconds in which the caller's tensors were copied; 0 for a folder.
+    update, by replica. `staged_s`: seconds in which the caller's tensors were copied; 0 for a folder. `scores`: the
+    score of each replica's weights, see `deployments.messages.scores`. `set_aside`: replicas that hold the version and
+    are not used, each with the reason. `warnings`: what else the scores have shown, by replica.
     """
 
     version: int
@@ -276,6 +278,9 @@ class WeightsLoaded(Message):
     replicas: tuple[str, ...]
     paused_s: dict[str, float] = Field(default_factory=dict)
     staged_s: float = 0.0
+    scores: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    set_aside: dict[str, str] = Field(default_factory=dict)
+    warnings: dict[str, str] = Field(default_factory=dict)
 
 
 class WeightsCheck(Message):

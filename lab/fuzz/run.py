@@ -150,6 +150,8 @@ def plan_of(
         size = replace(size, **racing(races, size.policies))
     if (lanes := worlds.chosen("lanes")) is not None:
         size = replace(size, policies=in_lanes(lanes, size.policies))
+    if worlds.chosen("finish") is not None:
+        size = replace(size, policies=size.policies | {"kv_on_update": {"type": "finish"}})
     if "rewards" in world.guests:
         size = replace(size, contexts=True)
     if exactness == "law":

@@ -20,6 +20,7 @@ from tailrace.deployments.messages.chunk import (
     WeightsRead,
 )
 from tailrace.deployments.messages.errors import RequestRefused
+from tailrace.deployments.messages.scores import SCORED, Score, apart
 from tailrace.lab.fuzz.actors import SimulatedMaster
 from tailrace.lab.fuzz.chunks import (
     BLOCK_TOKENS,
@@ -34,11 +35,17 @@ from tailrace.lab.fuzz.chunks import (
 from tailrace.lab.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
 from tailrace.lab.fuzz.odd.culprits import RAISED, REFUSED, Culprits
 from tailrace.lab.fuzz.token_law import EOS, TokenLaw
+from tailrace.policies.models.hashed_random import fraction
 from tailrace.policies.protocol.events import ChunkEnd
 from tailrace.policies.protocol.performance import Performance
 
 MIXED = "mixed"
 """Content that stands for the weights of a chunk that has read KV of another content."""
+
+
+def score_of(content: str) -> Score:
+    """Returns the score of weights of this content."""
+    return tuple(-20 * fraction(place, content) for place in SCORED[1:])
 
 
 class SimulatedWeights:
@@ -47,7 +54,9 @@ class SimulatedWeights:
     def __init__(self, disk: Disk, running: dict[str, "RunningChunk"], blocks: Blocks):
         self._disk, self._running, self._blocks = disk, running, blocks
         self.version, self.source, self.asleep = 0, "", ()
+        self.scored, self.drift = (), 0.0
         self._take(disk.read("start"))
+        self.score(None)
         self.had = {(0, self.digest)}  # weights by version and digest
 
     def _take(self, content: str) -> None:
@@ -63,6 +72,12 @@ class SimulatedWeights:
         self.version, self.source = version, source
         self.had.add((version, self.digest))
         self.asleep = tuple(tag for tag in self.asleep if tag != WEIGHTS)
+
+    def score(self, steps: "SimulatedStepper") -> None:
+        self.scored = () if self.asleep else score_of(self.content)
+
+    def score_again(self, steps: "SimulatedStepper") -> None:
+        self.drift = apart(self.scored, score_of(self.content)) if self.scored and not self.asleep else 0.0
 
     def refusal(self, source: str) -> str | None:
         try:
@@ -288,6 +303,8 @@ class SimulatedStepper:
             weights_source=self.weights.source,
             weights_digest=self.weights.digest,
             asleep=self.weights.asleep,
+            score=self.weights.scored,
+            score_drift=self.weights.drift,
             observed_at=self._now(),
             steps=self._steps,
             step_counts=(0, self._steps),

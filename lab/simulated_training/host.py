@@ -1,9 +1,9 @@
 """The shell of a simulated training: the rollout's shell with a learner, and weights that change.
 
-Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them. With
-`own_update` the core knows one version: a replica keeps its own weights for samples in flight, holds samples of a later
-step until it runs nothing, and loads. Invariants: no token of step t was made by weights that lack more than `ahead`
-updates, and none by later ones. Called by `run`.
+Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them: at once, or
+with `kv_on_update: finish` when the core lets it go. With `own_update` the core knows one version: a replica keeps its
+own weights for samples in flight, holds samples of a later step until it runs nothing, and loads. Invariants: no token
+of step t was made by weights that lack more than `ahead` updates, and none by later ones. Called by `run`.
 """
 
 from collections import Counter
@@ -18,6 +18,7 @@ from tailrace.lab.simulator.fleet import ModelledFleet
 from tailrace.lab.simulator.host import SimulatedHost
 from tailrace.lab.simulator.replica import ModelledReplica
 from tailrace.lab.simulator.types import Workload, WorkloadGroup
+from tailrace.policies.families.kv_on_update import finishes
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 
@@ -47,7 +48,7 @@ class TrainingHost(SimulatedHost):
         piece = costs.piece_tokens * train_gpus if mode.streams else None
         self._learner = Learner(workload.steps, costs.reward_sample_s, piece, mode.late)
         self._mode, self._costs, self._train_gpus = mode, costs, train_gpus
-        self._training, self._version = False, 0
+        self._training, self._version, self._finishes = False, 0, finishes(policies.kv_on_update)
         self._holds = [0] * len(fleet.replicas)  # versions that replicas hold or load
         self._loading = [False] * len(fleet.replicas)
         self._sent = [0] * len(fleet.replicas)  # chunks that are on a replica, or on their way to it
@@ -69,6 +70,11 @@ class TrainingHost(SimulatedHost):
         if self._mode.own_update:
             for replica in self._fleet.replicas:
                 self._load_if_idle(replica)
+        if self._finishes and self._core.replicas.weights_version == self._version:
+            for name, replica in self._fleet.by_id.items():
+                behind = self._holds[replica.index] < self._version and not self._loading[replica.index]
+                if behind and not self._core.replicas.keeps(name):
+                    self._load(replica, self._now)
 
     def _submit_allowed(self) -> None:
         """Submits steps within the capacity: at most `ahead` updates before the one after which they are trained on."""
@@ -139,7 +145,7 @@ class TrainingHost(SimulatedHost):
             return
         if not self._mode.own_update:
             self._inbox.append(ev.WeightsChanged(self._now, self._version))
-            for replica in self._fleet.replicas:
+            for replica in self._fleet.replicas if not self._finishes else ():
                 self._load(replica, replica.boundary_s(self._now))
         self._submit_allowed()
 
@@ -154,7 +160,9 @@ class TrainingHost(SimulatedHost):
         replica, version = loaded
         self._loading[replica.index], self._holds[replica.index] = False, version
         if not self._mode.own_update:
-            if version == self._version:
+            if self._finishes and version < self._version:
+                self._load(replica, self._now)
+            elif version == self._version:
                 self._inbox.append(self._fleet.rejoins(replica, version, self._admission, self._now))
             return
         replica.prompts.clear()

@@ -38,6 +38,7 @@ class TrainingMode:
 
 
 TAILRACE, VERL = SYSTEMS["tailrace"], SYSTEMS["verl"]
+FINISH = replace(TAILRACE, policies=TAILRACE.policies | {"kv_on_update": "finish"})
 MODES = {
     "verl": TrainingMode(
         "verl's shape: static groups, no drafts, training waits; all GPUs by turns", VERL, False,
@@ -64,6 +65,10 @@ MODES = {
     "bounded": TrainingMode(
         "samples continue through updates; admission by capacity", TAILRACE, True,
         ahead=2, streams=True, in_flight=True,
+    ),
+    "finish": TrainingMode(
+        "as one_step_off without its wait: samples end under their weights, each replica updates once it has none",
+        FINISH, True, ahead=1,
     ),
     "histopipe": TrainingMode(
         "RhymeRL's: replicas update by themselves between steps, ranking groups take turns", HISTO_PIPE, True,

@@ -20,6 +20,8 @@ from tailrace.lab.simulator.speculation import by_policy
 from tailrace.lab.simulator.systems import Sees
 from tailrace.lab.simulator.types import Cluster
 from tailrace.policies.families.histo_pipe import HistoPipe
+from tailrace.policies.families.kv_on_update import finishes
+from tailrace.policies.families.registry import Policies
 
 WARM_UP = 2
 """Number of first steps that are not counted: rollout and training have not met yet."""
@@ -52,9 +54,9 @@ def host_of(
     cluster = Cluster(model, replicas, scenario.replicas_per_node)
     workload = training_workload(scenario, seed, steps, figures.epoch_steps.value, mode.by_length)
     costs = StepCosts.of(scenario, figures, scenario.gpus.value, mode.old_logprobs)
-    policies = mode.system.bundle(scenario.chunk_tokens.value).model_copy(
-        update={"kv_on_update": type(mode.system.bundle(1))(kv_on_update=kv_on_update).kv_on_update}
-    )
+    policies = mode.system.bundle(scenario.chunk_tokens.value)
+    if not finishes(policies.kv_on_update):
+        policies = policies.model_copy(update={"kv_on_update": Policies(kv_on_update=kv_on_update).kv_on_update})
     if isinstance(policies.ordering, HistoPipe):
         train_s = sum(map(trained_tokens, workload.steps[0])) * costs.token_gpu_s / train_gpus
         knobs = {"ranking_groups": min(RANKING_GROUPS, max(replicas // 2, 1)), "train_s": train_s}
@@ -83,7 +85,8 @@ def train_run(
     step_s: from one publication of weights to the next, mean after WARM_UP steps. Shares of that time: `rollout` some
     replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. idle_share: of
     all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of GPUs that roll out.
-    staleness: updates that a token's weights lack when it is trained on.
+    staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples, those with tokens of
+    several versions.
     """
     figures = figures or TrainingFigures()
     host = host_of(scenario, mode, seed, steps, figures, **how)
@@ -118,6 +121,11 @@ def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figur
         "rollout_idle_share": 1 - sum(used) / (len(used) * span_s) - (0.0 if mode.apart else trained_s / span_s),
         "staleness_mean": sum(stale[key] * count for key, count in host.made.items()) / tokens,
         "staleness_max": max(stale.values()),
+        "mixed_share": sum(map(_is_mixed, host.versions_of.values())) / len(host.versions_of),
         "rollout_gpus": rollout_gpus,
         "train_gpus": train_gpus,
     }
+
+
+def _is_mixed(chunks: list[tuple[int, int]]) -> bool:
+    return len({version for version, tokens in chunks if tokens}) > 1

@@ -36,9 +36,9 @@ class Dispatcher:
     def place(self, sample: Sample) -> StartChunk:
         """Starts the sample's next chunk, of `sample.need_tokens`. A replica open to the sample must have that room."""
         if self._lanes.is_lane(sample):
-            return self._start(sample, sample.home, f"its lane is to end at {self._lanes.end_s:.1f} s")
+            return self.start(sample, sample.home, f"its lane is to end at {self._lanes.end_s:.1f} s")
         if sample.home is not None:
-            return self._start(sample, sample.home, f"bound to {sample.home}")
+            return self.start(sample, sample.home, f"bound to {sample.home}")
         view = sample.view()
         replica_id = self._choose(view, sample.need_tokens)
         if self._placement.sticky:
@@ -46,7 +46,7 @@ class Dispatcher:
         move = "first chunk"
         if view.last_replica is not None:
             move = "stays" if view.last_replica == replica_id else f"moves from {view.last_replica}"
-        return self._start(sample, replica_id, f"{self._names}: {move}")
+        return self.start(sample, replica_id, f"{self._names}: {move}")
 
     def _choose(self, view: SampleView, need_tokens: int) -> str:
         replica_id, self._memory = self._placement.choose(view, need_tokens, self._table.read_only, self._memory)
@@ -55,7 +55,8 @@ class Dispatcher:
             raise WrongAnswer(self._placement, "choose", replica_id, wanted)
         return replica_id
 
-    def _start(self, sample: Sample, replica_id: str, reason: str) -> StartChunk:
+    def start(self, sample: Sample, replica_id: str, reason: str) -> StartChunk:
+        """Starts the sample's next chunk on a replica that has room for it."""
         chunk = self._running.start(sample, replica_id)
         self._prefetch_planner.started(chunk)
         return self.action(chunk, reason)

@@ -34,10 +34,12 @@ class KvTracker:
         self._report: PoolReported | None = None  # the newest; None once it has been acted upon
         self._reported_at = self._made_room_at = float("-inf")
 
-    def version(self, sample: Sample) -> int:
-        """Returns the version under which the sample's KV is read and written now."""
-        present = self._table.weights_version
+    def version(self, sample: Sample, present: int | None = None) -> int:
+        """Returns the version under which the sample's KV is read and written now. `present`: version of the replica
+        that it starts on, or None while that is not known.
+        """
         first = sample.first_version
+        present = self._table.continued(first) if present is None else present
         version = self._policy.kv_version(present if first is None else first, present)
         return checked_count(self._policy, "kv_version", version, 0, present)
 
@@ -45,7 +47,7 @@ class KvTracker:
         """Returns whether the sample continues with the KV of its running chunk. A stopped chunk has made a token."""
         first = chunk.sample.first_version
         first = chunk.weights_version if first is None else first
-        return self._policy.kv_version(first, self._table.weights_version) == chunk.kv_version
+        return self._policy.kv_version(first, self._table.continued(first)) == chunk.kv_version
 
     # ---- KV in the pool ----------------------------------------------------------------------------
 

@@ -111,8 +111,10 @@ class LanePlanner:
         return self._plan(now, batch, ready) if knows and len(ready) > 1 else []
 
     def _alone(self) -> bool:
-        """Returns whether one batch is in flight: lanes of two would compete for replicas by no rule of fairness."""
-        return len(self._buffer.batches) == 1
+        """Returns whether one batch is in flight: lanes of two would compete for replicas by no rule of fairness; and
+        whether all replicas are for it.
+        """
+        return len(self._buffer.batches) == 1 and not self._table.kept
 
     def _begin(self, batch: Batch) -> None:
         self._batch, self._planned, self._levels = batch, None, {}

@@ -114,7 +114,7 @@ class Races:
         originals = {
             chunk.sample.sample_id: chunk
             for chunk in self._running.chunks.values()
-            if chunk.copy_of is None and not (chunk.beaten or chunk.aborting)
+            if chunk.copy_of is None and not (chunk.beaten or chunk.aborting or self._table.keeps(chunk.replica_id))
         }
         stragglers = [self._straggler(chunk) for chunk in originals.values()]
         copies = []

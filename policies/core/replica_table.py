@@ -16,7 +16,7 @@ from tailrace.policies.protocol.views import ReplicaView
 
 class _ReplicaRow:
     __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry",
-                 "free_blocks", "max_running", "methods", "node_id", "performance", "version")  # fmt: skip
+                 "free_blocks", "kept", "max_running", "methods", "node_id", "performance", "version")  # fmt: skip
 
 
 class ReadOnlyReplicas:
@@ -34,6 +34,7 @@ class ReplicaTable:
 
     def __init__(self, weights_version: int = 0):
         self.weights_version = weights_version
+        self.kept: dict[int, set[str]] = {}  # older version -> replicas that keep it for samples that began with it
         self._replicas: dict[str, _ReplicaRow] = {}
         self._ids: list[str] = []
         self._nodes: Counter[str] = Counter()  # node -> replicas on it
@@ -55,17 +56,20 @@ class ReplicaTable:
             replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
             replica.node_id, replica.performance, replica.closing = event.node_id, None, False
-            replica.aside = ""
+            replica.aside, replica.kept = "", None
             self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
             self.staying += 1
         replica.version, replica.methods = event.weights_version, event.methods
+        if replica.version == self.weights_version:
+            self._unkeep(event.replica_id, replica)
         self._list(event.replica_id, replica)
 
     def leave(self, replica_id: str) -> list[str]:
         """Forgets a replica. Returns the ids of its chunks. Raises IllegalEvent if the replica is unknown."""
         replica = self._known(replica_id)
+        self._unkeep(replica_id, replica)
         del self._replicas[replica_id]
         self._ids.remove(replica_id)
         self.staying -= not replica.closing
@@ -114,15 +118,48 @@ class ReplicaTable:
             self._count_tests(before, -1)
             self._count_tests(event.performance, 1)
 
-    def change_weights(self, version: int) -> None:
-        self.weights_version = version
+    def change_weights(self, version: int, keep: bool = False) -> None:
+        """Changes the current weights. `keep`: replicas that hold them keep them, until `let_go`."""
+        old, self.weights_version = self.weights_version, version
+        for replica_id, replica in self._replicas.items() if keep and version != old else ():
+            if replica.version == old:
+                replica.kept = old
+                self.kept.setdefault(old, set()).add(replica_id)
         self._rebuild()
+
+    def let_go(self, replica_id: str) -> None:
+        """Ends the keeping of older weights on a replica: it is to load the current ones."""
+        replica = self._replicas[replica_id]
+        self._unkeep(replica_id, replica)
+        self._list(replica_id, replica)
+
+    def _unkeep(self, replica_id: str, replica: _ReplicaRow) -> None:
+        if replica.kept is not None:
+            self.kept[replica.kept].remove(replica_id)
+            if not self.kept[replica.kept]:
+                del self.kept[replica.kept]
+            replica.kept = None
+
+    def keeps(self, replica_id: str) -> bool:
+        """Returns whether a replica, known or not, keeps older weights for samples that began with them."""
+        replica = self._replicas.get(replica_id)
+        return replica is not None and replica.kept is not None
+
+    def version_of(self, replica_id: str) -> int:
+        """Returns the weights version of a known replica."""
+        return self._replicas[replica_id].version
+
+    def continued(self, first_version: int | None) -> int:
+        """Returns the version under which a sample continues whose first token `first_version` made; None: no token
+        is made yet.
+        """
+        return first_version if first_version in self.kept else self.weights_version
 
     def reserve(self, replica_id: str, chunk_id: str, need_tokens: int) -> None:
         """Books a chunk of `need_tokens` (context and new tokens). Raises ValueError if it does not fit."""
         replica = self._replicas[replica_id]
         blocks = -(-(need_tokens + replica.draft_tokens) // replica.block_tokens)
-        if need_tokens > self.room_tokens(replica_id):
+        if need_tokens > self.own_room_tokens(replica_id):
             raise ValueError(f"chunk {chunk_id} needs {need_tokens} tokens of KV; {replica_id} has not that room")
         replica.free_blocks -= blocks
         replica.chunks[chunk_id] = blocks
@@ -138,7 +175,12 @@ class ReplicaTable:
         holds other weights.
         """
         replica = self._replicas.get(replica_id)
-        return 0 if replica is None or replica.entry is None else -replica.entry[0]
+        return 0 if replica is None or replica.kept is not None else self.own_room_tokens(replica_id)
+
+    def own_room_tokens(self, replica_id: str) -> int:
+        """Returns the same of a known replica, for a sample of its own weights if it keeps older ones."""
+        replica = self._replicas[replica_id]
+        return 0 if replica.entry is None else -replica.entry[0]
 
     def roomiest(self) -> str | None:
         """Returns the roomiest ready replica (ties: lowest id), or None if none has room."""
@@ -266,8 +308,11 @@ class ReplicaTable:
     def _is_ready(self, replica: _ReplicaRow) -> bool:
         return replica.version == self.weights_version and not replica.closing and not replica.aside
 
+    def _is_keeper(self, replica: _ReplicaRow) -> bool:
+        return replica.kept is not None and replica.version == replica.kept and not (replica.closing or replica.aside)
+
     def _room(self, replica: _ReplicaRow) -> int:
-        if len(replica.chunks) >= replica.max_running or not self._is_ready(replica):
+        if len(replica.chunks) >= replica.max_running or not (self._is_ready(replica) or self._is_keeper(replica)):
             return 0
         room = replica.free_blocks * replica.block_tokens - replica.draft_tokens
         return room if room > 0 else 0
@@ -276,7 +321,7 @@ class ReplicaTable:
         """Puts the replica's present room on the heap. Its earlier entry becomes dead."""
         room = self._room(replica)
         replica.entry = (-room, replica_id) if room else None
-        if replica.entry:
+        if replica.entry and replica.kept is None:
             heappush(self._roomy, replica.entry)
         if len(self._roomy) > 64 + 4 * len(self._ids):
             self._rebuild()
@@ -285,7 +330,7 @@ class ReplicaTable:
         for replica_id, replica in self._replicas.items():
             room = self._room(replica)
             replica.entry = (-room, replica_id) if room else None
-        self._roomy = [r.entry for r in self._replicas.values() if r.entry]
+        self._roomy = [r.entry for r in self._replicas.values() if r.entry and r.kept is None]
         heapify(self._roomy)
 
 

@@ -22,9 +22,9 @@ for days.
 class Sample:
     __slots__ = ("accepted_tokens", "asked_nodes", "cancelled", "chunk_tokens", "chunks",
                  "expected_tokens", "first_version", "generated_tokens", "group", "hold_s", "home", "index",
-                 "last_node", "last_replica", "max_tokens", "model_accepted", "model_tested", "need_tokens",
-                 "observed_at", "outside_tokens", "sample_id", "state", "stored_tokens", "stored_version",
-                 "streamed_tokens", "tested_tokens")  # fmt: skip
+                 "kept_version", "last_node", "last_replica", "max_tokens", "model_accepted", "model_tested",
+                 "need_tokens", "observed_at", "outside_tokens", "sample_id", "state", "stored_tokens",
+                 "stored_version", "streamed_tokens", "tested_tokens")  # fmt: skip
 
     def __init__(self, group: "Group", index: int, spec: GroupSpec):
         self.group, self.index, self.chunk_tokens = group, index, spec.chunk_tokens
@@ -44,11 +44,17 @@ class Sample:
         self.stored_tokens = 0  # context tokens in the pool; `KvTracker` alone writes these two
         self.stored_version: int | None = None  # version under which they are stored
         self.home: str | None = None  # the only replica it may run on, once bound
+        self.kept_version: int | None = None  # older weights under which it is to continue, as of its last wait
         self.cancelled = False
 
     @property
     def context_tokens(self) -> int:
         return self.group.spec.prompt_tokens + self.outside_tokens + self.generated_tokens
+
+    @property
+    def place(self) -> str | int | None:
+        """Its queue: older weights whose replicas alone may run it, else its home, or None for any replica."""
+        return self.home if self.kept_version is None else self.kept_version
 
     def see(self, tokens: int, observed_at: float) -> bool:
         """Records the tokens that its chunk had made. Returns False for a late report, which changes nothing (law

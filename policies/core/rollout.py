@@ -2,20 +2,21 @@
 
 Laws kept here, each with a test:
 - Every sample ends exactly once, and its tokens only grow. Running chunks never reserve more KV than a replica has.
-- Chunks start only under the current weights version; chunks of other versions are stopped.
+- Chunks start only under the current weights version, and chunks of other versions are stopped; with `kv_on_update:
+  finish` they start under the version that their sample began with, as long as a replica keeps it.
 - A waiting sample that fits on a ready replica starts at the next tick, unless it pauses after failures.
 - KV in the pool is released once, when no sample needs it any more.
 - The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
 `KvTracker` (pool), `LengthTracker`, `LanePlanner`, `Failures`, `UnassignedGroups`, `HeldSamples`, `DraftPlanner`,
-`Races`, `Scaling`.
+`Races`, `Scaling`, `Drain`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
-from collections import Counter
-
+from tailrace.policies.core.core_queries import CoreQueries
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
+from tailrace.policies.core.drain import Drain
 from tailrace.policies.core.failures import Failures, Verdict
 from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.lane_planner import LanePlanner
@@ -38,7 +39,7 @@ from tailrace.policies.protocol.events import IllegalEvent
 from tailrace.policies.protocol.exactness import Exactness
 
 
-class RolloutCore:
+class RolloutCore(CoreQueries):
     """State machine of the module docstring. `policies` decide; chunks start under `weights_version`.
 
     `limits`: minimum and maximum number of replicas, or None if `policies.tail` does not decide it. `exactness`: level
@@ -86,6 +87,9 @@ class RolloutCore:
             buffer=self._buffer,
             races=self._races,
             draft_planner=self._draft_planner,
+        )
+        self._drain = Drain(
+            policies.kv_on_update, self.replicas, self._waiting, self._running, self._buffer, self._dispatcher
         )
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._failures = Failures(self.replicas, self._running)
@@ -218,10 +222,11 @@ class RolloutCore:
     def _weights_changed(self, event: ev.WeightsChanged) -> None:
         if event.version < self.replicas.weights_version:
             raise IllegalEvent(f"weights go back from {self.replicas.weights_version} to {event.version}")
-        self.replicas.change_weights(event.version)
+        for sample in self._drain.change(event.version):
+            self._requeue(sample)
         self._outbox += self._kv.release_all_stale()
         for chunk in self._running.chunks.values():
-            if chunk.weights_version != event.version:
+            if chunk.weights_version != self.replicas.continued(chunk.weights_version):
                 self._running.abort(chunk, f"weights {event.version} replace {chunk.weights_version}")
         for replica_id in self.replicas.ready():
             self._waiting.look_at(replica_id)
@@ -238,6 +243,10 @@ class RolloutCore:
             self._end_held(sample, f"no further turn in {sample.hold_s:g} s")
         for sample in self._failures.resume(tick.now):
             self._queue(sample)
+        if (freed := self._drain.look()) is not None:
+            self._outbox += self._kv.release_all_stale()
+            for sample in freed:
+                self._queue(sample)
         homes = self._start_waiting(tick.now)
         staying = self.replicas.staying
         closed, actions = self._scaling.decide(tick.now)
@@ -262,6 +271,7 @@ class RolloutCore:
                 self._put(sample)
         for sample in self._lanes.renew(now):
             self._requeue(sample)
+        self._outbox += self._drain.start()
         homes = self._start_bound()
         if moved := self._lanes.fill_idle():
             for sample in moved:
@@ -366,6 +376,7 @@ class RolloutCore:
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
         if self._lanes.is_lane(sample) and not self._lanes.fits(sample, sample.home):
             sample.home = None
+        sample.kept_version = self._drain.kept_version(sample) if self.replicas.kept else None
         self._waiting.put(sample, view)
 
     def _end_turn(self, sample: Sample, end: SampleEnd, reason: str, now: float) -> None:
@@ -416,67 +427,6 @@ class RolloutCore:
             self._waiting.forget_batch(batch)
             self._lanes.forget_batch(batch)
             self._lengths.remember((*batch.known_lengths, *(group.known_lengths() for group in batch.groups.values())))
-
-    # ---- queries of a shell -----------------------------------------------------------------------
-
-    def is_running(self, chunk_id: str) -> bool:
-        return chunk_id in self._running.chunks
-
-    def knows_batch(self, batch_id: str) -> bool:
-        """Returns whether some group of the batch has not been emitted."""
-        return batch_id in self._buffer.batches
-
-    def is_late(self, event: ev.Event) -> bool:
-        """Returns whether the subject of an event has already ended: a lost replica's chunk, an emitted batch."""
-        match event:
-            case ev.ChunkFinished() | ev.ChunkFailed():
-                return not self.is_running(event.chunk_id)
-            case ev.ReplicaLeft() | ev.ReplicaMeasured():
-                return event.replica_id not in self.replicas
-            case ev.BatchCancelled():
-                return not self.knows_batch(event.batch_id)
-            case ev.SampleCancelled():
-                return event.sample_id not in self._buffer.samples
-        return False
-
-    def counts_tokens(self, event: ev.ChunkFinished) -> bool:
-        """Returns whether the tokens of a running chunk count for its sample at this end."""
-        return self._races.counts(event, self._running.chunks[event.chunk_id])
-
-    def samples(self) -> list[Sample]:
-        """Returns all samples whose groups have not been emitted; read only. O(samples), 0.3 ms for 50,000."""
-        return list(self._buffer.samples.values())
-
-    def sample(self, sample_id: str) -> Sample | None:
-        """Returns a sample whose group has not been emitted; read only; None if there is none with that id."""
-        return self._buffer.samples.get(sample_id)
-
-    def room_wanted(self, sample: Sample) -> str:
-        """Returns why a waiting sample does not run."""
-        if self._failures.is_paused(sample):
-            return self._failures.awaited(sample)
-        if sample.group in self._unassigned:
-            return "a replica that is ready"
-        if self._lanes.is_lane(sample):
-            return "room on the replica of its lane"
-        return "room on any replica" if sample.home is None else "room on the replica of its group"
-
-    def copies(self) -> list[tuple[str, str]]:
-        """Returns the sample and the replica of each racing copy."""
-        return [(copy.sample.sample_id, copy.replica_id) for copy in self._running.copies.values()]
-
-    def counts(self) -> dict[str, int]:
-        """Returns the number of waiting, running and held samples, and of batches that are not fully emitted."""
-        running, held = len(self._running), len(self._held)
-        waiting = self._buffer.unended - running - held
-        return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
-
-    def queued(self) -> Counter[int]:
-        """Returns the number of queued samples by priority. O(queued samples) with several priorities."""
-        priorities = {batch.priority for batch in self._buffer.batches.values()}
-        if len(priorities) > 1:
-            return self._waiting.by_priority()
-        return Counter(dict.fromkeys(priorities, len(self._waiting)))
 
 
 _HANDLERS = {

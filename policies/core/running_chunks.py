@@ -35,8 +35,9 @@ class RunningChunks:
         chunk_id = f"{sample.sample_id}:{sample.chunks}"
         self._table.reserve(replica_id, chunk_id, sample.need_tokens)
         max_tokens = sample.need_tokens - sample.context_tokens
-        versions = self._table.weights_version, self._kv.version(sample)
-        chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, *versions)
+        version = self._table.version_of(replica_id)
+        kv_version = self._kv.version(sample, version)
+        chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, version, kv_version)
         chunk.born = self.turns
         sample.group.batch.running_tokens += chunk.kv_tokens
         sample.state, sample.streamed_tokens = RUNNING, 0

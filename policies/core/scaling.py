@@ -65,7 +65,7 @@ class Scaling:
         checked_count(self._policy, "wanted.drafters", wanted.drafters, 0, view.max_replicas)
         closed = self._table.close(order[: max(0, len(order) - wanted.engines)])
         for replica_id in closed:
-            self._empty(replica_id)
+            empty(replica_id, self._table, self._running, "is to be given back")
         return closed, self._ask(order, wanted, view)
 
     def _view(self, now: float, order: list[str]) -> TailView:
@@ -106,15 +106,6 @@ class Scaling:
         known = [one for one in moves if one < inf]
         return left, sum(known) / len(known) if known else 0.0
 
-    def _empty(self, replica_id: str) -> None:
-        performance = self._table.performance(replica_id)
-        chunks = [self._running.chunks[chunk_id] for chunk_id in self._table.chunks(replica_id)]
-        for chunk in chunks:
-            if chunk.copy_of is not None:
-                self._running.abort(chunk, f"{replica_id} is to be given back: its race ends")
-            elif performance is not None and left_s(chunk, performance, len(chunks)) > move_s(chunk, performance):
-                self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
-
     def _ask(self, order: list[str], wanted: ReplicaGoal, view: TailView) -> list[Action]:
         """Requests the wanted replicas. Serve stops the first ones of `order`, as far as they are idle and not wanted.
 
@@ -131,6 +122,19 @@ class Scaling:
         self._draft_planner.expect_drafters(asked.drafters)
         reason = f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas"
         return [SetReplicas(engines, reason, asked.drafters)]
+
+
+def empty(replica_id: str, table: ReplicaTable, running: RunningChunks, why: str) -> None:
+    """Ends the races on a replica, and the chunks that move sooner than they would end by themselves. `why`: in some
+    words after its name.
+    """
+    performance = table.performance(replica_id)
+    chunks = [running.chunks[chunk_id] for chunk_id in table.chunks(replica_id)]
+    for chunk in chunks:
+        if chunk.copy_of is not None:
+            running.abort(chunk, f"{replica_id} {why}: its race ends")
+        elif performance is not None and left_s(chunk, performance, len(chunks)) > move_s(chunk, performance):
+            running.abort(chunk, f"{replica_id} {why}: it moves now")
 
 
 def left_tokens(chunk: Chunk) -> int:

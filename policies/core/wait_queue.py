@@ -21,14 +21,14 @@ PRIORITY = attrgetter("group.batch.priority")
 
 
 class WaitQueue:
-    """Queues by home (a replica id, or None) and batch; each has a FitQueue per lane over the same samples."""
+    """Queues by place (`Sample.place`) and batch; each has a FitQueue per lane over the same samples."""
 
     def __init__(self, ordering: Ordering, fairness: Fairness):
         self._ordering, self._growing = ordering, ordering.growing_lanes
         self._fairness, self._apart = fairness, fairness.apart
         self.is_oracle = isinstance(ordering, OracleLongestFirst)
         self._lengths: dict[str, int] = {}
-        self._queues: dict[str | None, dict[Batch | None, list[FitQueue]]] = {}  # batch None: all of them
+        self._queues: dict[str | int | None, dict[Batch | None, list[FitQueue]]] = {}  # batch None: all of them
         self._samples: dict[str, Sample] = {}
         self._lanes: dict[str, list[FitQueue]] = {}  # by waiting sample: the queues that it is in
         self._changed: dict[str, None] = {}  # homes whose room or queue has changed; an ordered set
@@ -74,10 +74,11 @@ class WaitQueue:
     def put(self, sample: Sample, view: SampleView) -> None:
         """Queues a waiting sample, or renews its need and keys. `view`: its present view."""
         self._push(sample, view)
-        self.look_at(sample.home)
+        if sample.kept_version is None:
+            self.look_at(sample.home)
 
     def _push(self, sample: Sample, view: SampleView) -> None:
-        queues, batch = self._queues.setdefault(sample.home, {}), sample.group.batch if self._apart else None
+        queues, batch = self._queues.setdefault(sample.place, {}), sample.group.batch if self._apart else None
         if batch not in queues:
             queues[batch] = [FitQueue() for _ in range(self._ordering.lanes)]
         for queue, key in zip(queues[batch], self._keys(view, sample.group.view()), strict=True):
@@ -99,11 +100,17 @@ class WaitQueue:
                     if key != queue.key(mate.sample_id):
                         queue.push(mate.sample_id, mate.need_tokens, key)
 
-    def evict(self, home: str) -> list[Sample]:
-        """Removes and returns all samples bound to a replica that has left, in order of arrival."""
-        if self._queues.pop(home, None) is None:
+    def waiting_at(self, place: str | int) -> int:
+        """Returns the number of samples that wait in one place."""
+        return sum(len(lanes[0]) for lanes in self._queues.get(place, {}).values())
+
+    def evict(self, place: str | int) -> list[Sample]:
+        """Removes and returns all samples of a replica that has left, or of weights that no replica keeps, in order of
+        arrival.
+        """
+        if self._queues.pop(place, None) is None:
             return []
-        gone = [sample for sample in self.samples() if sample.home == home]
+        gone = [sample for sample in self.samples() if sample.place == place]
         for sample in gone:
             del self._samples[sample.sample_id], self._lanes[sample.sample_id]
         return gone
@@ -118,9 +125,9 @@ class WaitQueue:
         homes, self._changed = sorted(self._changed), {}
         return [home for home in homes if home in self._queues]
 
-    def take_first(self, home: str | None, room_tokens: int) -> Sample | None:
-        """Removes and returns the first sample bound to `home` that fits `room_tokens`, or None if there is none."""
-        for queues in self._in_turn(home) if room_tokens else ():
+    def take_first(self, place: str | int | None, room_tokens: int) -> Sample | None:
+        """Removes and returns the first sample in a place that fits `room_tokens`, or None if there is none."""
+        for queues in self._in_turn(place) if room_tokens else ():
             sample = self._peek(queues, room_tokens)
             if sample is not None:
                 self._picks += 1
@@ -128,13 +135,13 @@ class WaitQueue:
                 return sample
         return None
 
-    def _in_turn(self, home: str | None) -> Iterable[list[FitQueue]]:
-        """Returns the queues of a home with waiting samples, by the fairness policy; batches of equal keys in order of
+    def _in_turn(self, place: str | int | None) -> Iterable[list[FitQueue]]:
+        """Returns the queues of a place with waiting samples, by the fairness policy; batches of equal keys in order of
         arrival.
 
         Old batches have few waiting samples: the rest of them run.
         """
-        queues = self._queues.get(home, {})
+        queues = self._queues.get(place, {})
         if len(queues) < 2:
             return queues.values()
         waiting = [batch for batch, lanes in queues.items() if len(lanes[0])]

@@ -35,7 +35,7 @@ class Script:
     """A stepper that ends each chunk in the next step. `step_s`: seconds that a step takes; `on_*`: errors to raise."""
 
     def __init__(self, clock):
-        self.clock, self.running, self.loaded = clock, [], []
+        self.clock, self.running, self.loaded, self.scored = clock, [], [], []
         self.progress_s = 0.0
         self.step_s, self.on_step, self.on_load, self.on_refusal = 0.1, None, None, None
         self.on_add = {}  # by chunk id
@@ -81,6 +81,12 @@ class Script:
 
     def wake_kv(self):
         self.asleep = (WEIGHTS,)
+
+    def score(self, steps):
+        self.scored.append(("after", *self.loaded[-1:]))
+
+    def score_again(self, steps):
+        self.scored.append(("before", *self.loaded[-1:]))
 
     def step(self):
         self.clock.now += self.step_s
@@ -196,6 +202,7 @@ def test_a_load_of_what_is_there_changes_nothing(loop, script):
         loop.turn(0.0)
         assert done.result(0) is None
     assert script.loaded == [(1, "w1", "one")]
+    assert script.scored == [("before",), ("after", (1, "w1", "one"))]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), TypeError("None"), RecursionError("deep"), OSError("disk")])

@@ -15,6 +15,7 @@ from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS, KvPlan,
 from tailrace.deployments.messages.command import ResetCache
 from tailrace.deployments.messages.errors import EngineDown, RequestRefused
 from tailrace.deployments.messages.sampling import SamplingParams
+from tailrace.deployments.messages.scores import BROKEN
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
 from tailrace.deployments.vllm_exact.pause import pause
 from tailrace.policies.protocol.events import ChunkEnd
@@ -192,6 +193,7 @@ def workers(monkeypatch) -> Workers:
 def test_a_load_names_the_weights_and_an_empty_source_is_the_first_folder(workers):
     weights = EngineWeights(workers, 3)
     start = {"weights_version": 3, "weights_source": "", "weights_digest": "d0", "asleep": ()}
+    start |= {"score": (), "score_drift": 0.0}
     assert weights.report() == start
     weights.load(4, "/w1", "d1")
     assert workers.done() == [("load_weights_from", "/w1"), ("reset_encoder_cache",)]
@@ -285,6 +287,45 @@ def test_weights_are_read_back_and_compared_with_a_folder_that_still_has_them(wo
     assert weights.transfer("a phase") == "source" and workers.done() == [("transfer_weights", "a phase")]
 
 
+class ScoredSteps:
+    """An idle stepper whose chunk ends with these logprobs, or an error. `refused`: it takes none."""
+
+    def __init__(self, logprobs, refused: bool = False):
+        self.logprobs, self.refused, self.added = logprobs, refused, []
+
+    def stats(self):
+        return SimpleNamespace(weights_version=3)
+
+    def add(self, chunk, submitted_s: float) -> None:
+        if self.refused:
+            raise RequestRefused("context of 32 tokens, max_model_len is 16")
+        self.added.append(chunk)
+
+    def step(self) -> list:
+        (chunk,) = self.added
+        if isinstance(self.logprobs, Exception):
+            return [(chunk.chunk_id, self.logprobs)]
+        return [(chunk.chunk_id, SimpleNamespace(prompt_logprobs=SimpleNamespace(logprobs=self.logprobs)))]
+
+
+def test_weights_are_scored_unless_they_sleep_and_changed_ones_have_drifted(workers):
+    weights, sound = EngineWeights(workers, 3), [-1.5] * 31
+    weights.score_again(None)  # nothing to compare with
+    weights.score(ScoredSteps(sound))
+    assert weights.report()["score"] == tuple(sound) and weights.report()["score_drift"] == 0.0
+    weights.score_again(ScoredSteps([-1.0] * 31))
+    assert weights.report()["score_drift"] == 0.5
+    weights.score(ScoredSteps([float("nan")] * 31))
+    assert weights.report()["score"] == (BROKEN,) * 31
+    weights.score(ScoredSteps(RuntimeError("the model's logits are no numbers")))
+    assert weights.report()["score"] == (BROKEN,) * 31
+    weights.score(ScoredSteps(sound, refused=True))
+    assert weights.report()["score"] == ()
+    weights.fall_asleep()
+    weights.score(None)
+    assert weights.report()["score"] == ()
+
+
 # ---- warm-up --------------------------------------------------------------------------------------------
 
 
@@ -293,6 +334,7 @@ class Rehearsed:
 
     def __init__(self):
         self.added, self.drafts, self.steps, self._left = [], [], 0, 0
+        self.weights, self.scored = self, 0
 
     @property
     def busy(self) -> bool:
@@ -312,12 +354,15 @@ class Rehearsed:
     def draft_for_all(self, drafts: list[int]) -> None:
         self.drafts.append(drafts)
 
+    def score(self, steps) -> None:
+        self.scored += 1
+
 
 def test_an_engine_is_warmed_up_by_two_prompts_and_by_drafts_only_where_it_drafts():
     plain = Rehearsed()
     warmup.warm_up(plain, 8, 0)
     assert [len(chunk.token_ids) for chunk in plain.added] == list(warmup.CONTEXT_TOKENS) and plain.drafts == []
-    assert plain.steps == 4
+    assert plain.steps == 4 and plain.scored == 1
     chunk = plain.added[1]
     assert chunk.token_ids.dtype == np.int32 and set(chunk.token_ids[1:].tolist()) == {warmup.WRONG}
     assert chunk.token_ids[0] == 0 and chunk.prompt_tokens == 192 and chunk.weights_version == 4

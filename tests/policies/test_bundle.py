@@ -26,7 +26,7 @@ BUILT_IN = {
     "ordering": ["fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first", "histo_pipe"],
     "placement": ["least_kv", "round_robin", "first_fit", "pinned", "cost_aware"],
     "chunking": ["fixed"],
-    "kv_on_update": ["fresh", "keep"],
+    "kv_on_update": ["fresh", "keep", "finish"],
     "prefetch": ["off", "next_up"],
     "lengths": ["max_finished", "history_quantile", "length_class", "shrunk", "belief"],
     "drafting": ["off", "fixed", "aimd", "length_class", "closed_form", "concurrency", "goodput"],

@@ -31,9 +31,9 @@ class BookOrdering:
 def sample(index: int, home: str | None = None, need_tokens: int = 10):
     view = SimpleNamespace(sample_id=f"s{index}", arrival=0, index=index)
     group = SimpleNamespace(view=SimpleNamespace, batch=None, arrival=0)
-    return SimpleNamespace(
-        sample_id=f"s{index}", home=home, group=group, index=index, need_tokens=need_tokens, view=lambda: view
-    )
+    one = SimpleNamespace(sample_id=f"s{index}", home=home, place=home, kept_version=None, group=group, index=index)
+    one.need_tokens, one.view = need_tokens, lambda: view
+    return one
 
 
 def queue_of(ordering: BookOrdering, *samples) -> WaitQueue:

@@ -16,13 +16,14 @@ WORLDS = {
     "races": 0.15,
     "rewards": 0.15,
     "lanes": 0.2,
+    "finish": 0.2,
 }
 """Worlds, each with its share of seeds. For `grown` (batches that grow while they run) and `overtaking` (two updates of
 the weights at about the same time, of a driver that gives updates) it is the share of drivers. `scarce`: each replica
 has KV for a few samples, so that others wait. `early`: a driver whose samples end early. `turns`: a driver whose
 samples have turns that come late, twice or too early. `races`: copies of chunks, by other draft methods, on replicas of
 other speeds. `rewards`: a driver whose rewards take seconds. `lanes`: samples have lanes as soon as two answers are
-known."""
+known. `finish`: samples end under the weights that they began with."""
 
 SCARCE_BLOCKS = 26
 """Number of KV blocks of a replica: enough for the longest sample and its chunk."""

@@ -42,7 +42,7 @@ class WatchedCore(RolloutCore):
 
     def _check_turns(self, able: dict[str, Sample], tokens: dict[Batch, int], started: Iterable[StartChunk]) -> None:
         """Checks the order of the started samples. `tokens`: KV of running chunks by batch, before the decision."""
-        free = {name: sample for name, sample in able.items() if sample.home is None} if self._is_fair else {}
+        free = {name: sample for name, sample in able.items() if sample.place is None} if self._is_fair else {}
         for start in started:
             sample = self.sample(start.sample_id)
             if free.pop(start.sample_id, None) is not None:
@@ -61,7 +61,7 @@ class WatchedCore(RolloutCore):
         most = self.replicas.room_tokens(roomiest) if roomiest is not None else 0
         for sample in able.values():
             if sample.state is WAITING and self.room_wanted(sample).startswith("room"):
-                room = most if sample.home is None else self._room_at(sample.home)
+                room = most if sample.place is None else self._room_at(sample.place)
                 if _steps(sample) * STEP_TOKENS <= room:
                     self._defects.append(
                         f"{sample.sample_id} waits for {sample.need_tokens} tokens of KV, {room} are free"
@@ -75,7 +75,9 @@ class WatchedCore(RolloutCore):
                 self._defects.append(f"{sample.sample_id} waits for {sample.home}, its group for {sample.group.home}")
                 return
 
-    def _room_at(self, home: str) -> int:
+    def _room_at(self, home: str | int) -> int:
+        if isinstance(home, int):  # older weights
+            return max(map(self.replicas.own_room_tokens, self._drain.open_to(home)), default=0)
         return self.replicas.room_tokens(home) if home in self.replicas.ready() else 0
 
 

@@ -6,6 +6,7 @@ One engine alive at a time: first one started on the other weights, for what is 
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
@@ -15,10 +16,13 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
 
+import tailrace
+from tailrace.deployments.coordinator.weight_scores import WeightScores
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS
 from tailrace.deployments.messages.command import FallAsleep, LoadWeights, ReadWeights, ResetCache, WakeKv
 from tailrace.deployments.messages.errors import EngineDown
+from tailrace.deployments.messages.scores import SCORED, TOLERANCE, apart
 from tailrace.deployments.staging.held import checksum_of
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.weight_loading import weights_digest
@@ -219,6 +223,52 @@ def test_weights_read_back_are_those_of_the_folder_and_a_changed_one_is_named(
     assert engine.ask(ReadWeights()).result(timeout=120).unlike == (*names, "model.norm.weight")
     engine.ask(LoadWeights(2, str(other_tiny_weights))).result(timeout=120)
     assert engine.ask(ReadWeights()).result(timeout=120).unlike == ()
+
+
+def in_memory(engine):
+    """The model that the engine computes with."""
+    vllm = engine._stepper._engine.engine_core.engine_core
+    return vllm.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def test_a_score_finds_a_tensor_changed_in_place_and_a_stale_copy(
+    engine, old, tiny_model, other_tiny_weights, monkeypatch
+):
+    sound = engine.stats()
+    engine.ask(LoadWeights(1, str(other_tiny_weights))).result(timeout=120)
+    other = engine.stats()
+    assert len(sound.score) == len(other.score) == len(SCORED) - 1 and other.score != sound.score
+    assert (sound.score_drift, other.score_drift) == (0.0, 0.0)
+    assert whole(engine, 1)[0].weights_version == 1, "it draws as before"
+    in_memory(engine).model.norm.weight.data[7] += 0.5
+    engine.ask(LoadWeights(2, str(tiny_model))).result(timeout=120)
+    drifted = engine.stats()
+    assert drifted.score_drift > 0.0 and drifted.score == sound.score, "to the bit, and the load has mended it"
+    projection, load = in_memory(engine).model.layers[1].self_attn.qkv_proj, engine._stepper.weights.load
+
+    def forgetful(*source):
+        held = projection.cpu_linear
+        load(*source)
+        projection.cpu_linear = held
+
+    monkeypatch.setattr(engine._stepper.weights, "load", forgetful)
+    engine.ask(LoadWeights(3, str(other_tiny_weights))).result(timeout=120)
+    monkeypatch.undo()
+    stale = engine.stats()
+    assert stale.weights_digest == other.weights_digest, "a checksum of the source does not see it"
+    scores = WeightScores(lambda: "bits")
+    scores.observe([replace(other, replica_id="a"), replace(stale, replica_id="b"), replace(other, replica_id="c")])
+    assert set(scores.unlike) == {"b"}
+
+
+def test_a_trainers_score_is_near_the_engines(engine, tiny_model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+        assert apart(tailrace.weights_score(model), engine.stats().score) < TOLERANCE
+        assert model.training is False
 
 
 def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_tiny_weights):

@@ -1,0 +1,28 @@
+"""The score of weights: logprobs of one short fixed sequence, by which replicas of one version are compared.
+
+It is made from the model as it computes, so it shows what checksums of a source do not: a tensor that was changed in
+place, or a packed copy of an earlier one. Made by engines and trainers, compared by engines and the coordinator.
+"""
+
+import numpy as np
+
+Score = tuple[float, ...]
+"""Natural logarithms under the model's own distribution, one for each of SCORED but the first; empty if not known."""
+
+SCORED = tuple(range(32))
+"""Token ids of the sequence: every vocabulary has them, and their prefill takes one small step."""
+
+TOLERANCE = 0.1
+"""Maximum mean difference, in nats, of sound scores that are not equal to the bit: of a trainer, or at `law`. The demo
+model in bfloat16 and in float32 differs by TODO.
+"""
+
+BROKEN = -1e9
+"""Logprob in the score of a model whose logits are no numbers."""
+
+
+def apart(one: Score, other: Score) -> float:
+    """Returns the mean absolute difference of two scores, in nats; infinity if their lengths differ."""
+    if len(one) != len(other):
+        return float("inf")
+    return float(np.abs(np.subtract(one, other)).mean())

@@ -1,0 +1,90 @@
+"""`kv_on_update: finish` on the simulated cluster: samples keep their weights, and nobody waits for all to end."""
+
+import asyncio
+
+from virtual_cluster import under_way
+
+from simulated.test_pause import BATCH, whole
+
+POLICIES = {"kv_on_update": "finish", "chunking": {"type": "fixed", "chunk_tokens": 32}}
+
+
+async def versions(client, batch) -> tuple[dict, set[int]]:
+    """The batch's tokens, and the weights versions of all its samples; a sample with two fails."""
+    tokens, seen = {}, set()
+    async for group in client.rollout(batch):
+        tokens[group.prompt_id] = [sample.token_ids for sample in group.samples]
+        for sample in group.samples:
+            (version,) = {segment.weights_version for segment in sample.segments}
+            seen.add(version)
+    return tokens, seen
+
+
+def named(name: str):
+    return BATCH.model_copy(update={"batch_id": name})
+
+
+def test_old_samples_end_under_their_weights_while_new_ones_run_under_the_next(play):
+    async def story(cluster, client):
+        cluster.disk.folders["one"] = "one"
+        expected = await whole(client)
+        old = await under_way(cluster, versions(client, named("old")))
+        loaded = await client.update_weights(1, "one")
+        assert not old.done() and 1 <= len(loaded.replicas) < 3, (
+            "one holds the new weights, the others end the old samples"
+        )
+        new = asyncio.ensure_future(versions(client, named("new")))
+        while not any(r.stepper.weights.version == 1 and r.stepper.busy for r in cluster.replicas.values()):
+            await asyncio.sleep(0.05)
+        assert not old.done()
+        assert await old == (expected, {0})
+        made, seen = await new
+        assert seen == {1} and made != expected
+        assert (await versions(client, named("again"))) == (made, {1})
+        assert {r.stepper.weights.version for r in cluster.replicas.values()} == {1}
+        assert not cluster.coordinator.rollouts.core.replicas.kept
+
+    play(story, replicas=3, policies=POLICIES)
+
+
+def test_one_replica_ends_its_samples_and_then_takes_the_weights(play):
+    async def story(cluster, client):
+        cluster.disk.folders["one"] = "one"
+        old = await under_way(cluster, versions(client, named("old")))
+        update = asyncio.ensure_future(client.update_weights(1, "one"))
+        await asyncio.sleep(1.0)
+        assert not update.done()
+        assert (await old)[1] == {0}
+        assert len((await update).replicas) == 1
+        assert (await versions(client, named("new")))[1] == {1}
+
+    play(story, replicas=1, policies=POLICIES)
+
+
+def test_two_updates_in_a_row_and_a_pause_keep_each_sample_whole(play):
+    async def story(cluster, client):
+        cluster.disk.folders |= {"one": "one", "two": "two"}
+        first = await under_way(cluster, versions(client, named("first")))
+        await client.update_weights(1, "one")
+        second = await under_way(cluster, versions(client, named("second")))
+        await client.pause()
+        await asyncio.sleep(5.0)
+        await client.resume()
+        await client.update_weights(2, "two")
+        third = asyncio.ensure_future(versions(client, named("third")))
+        assert [(await work)[1] for work in (first, second, third)] == [{0}, {1}, {2}]
+
+    play(story, replicas=4, policies=POLICIES)
+
+
+def test_samples_of_lost_replicas_continue_under_the_newest_weights(play):
+    async def story(cluster, client):
+        cluster.disk.folders["one"] = "one"
+        old = await under_way(cluster, whole(client, named("old")))
+        await client.update_weights(1, "one")
+        for name, replica in list(cluster.replicas.items()):
+            if replica.stepper.weights.version == 0:
+                cluster.kill(name)
+        assert sum(map(len, (await old).values())) == 12
+
+    play(story, replicas=3, policies=POLICIES)
