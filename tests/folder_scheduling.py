@@ -1,13 +1,24 @@
-"""Which live tests pytest-xdist runs in one process: those of a folder, which share a service.
+"""Which live tests pytest-xdist runs in one process, and in which order: those of a folder, which share a service.
 
-xdist's own groups rename tests, which pytest 9 no longer heeds. Used by conftest.py for `--dist loadgroup`.
+Tests of engines and trainers share one with the tests of their file. What takes longest starts first, so that no core
+waits for it in the end. xdist's own groups rename tests, which pytest 9 no longer heeds. Used by conftest.py for `--dist
+loadgroup`.
 """
 
 from xdist.scheduler import LoadScopeScheduling
 
 LIVE = ("tests", "live")
+BY_FILE = ("engines", "trainers")
 LARGE = ("deployed", "drafter", "elastic")
 """Folders whose services run the demo model, one after the other: an engine takes 4 GB."""
+
+SECONDS = {
+    "large": 1000,
+    "gateway": 500,
+    "small": 180,
+    "test_serve.py": 110,
+}
+"""Of processes that take more than 20 s, as measured on two idle cores. Their order matters alone."""
 
 
 def process_of(nodeid: str) -> str:
@@ -15,6 +26,8 @@ def process_of(nodeid: str) -> str:
     parts = nodeid.partition("::")[0].split("/")
     if tuple(parts[:2]) != LIVE:
         return "elsewhere"
+    if parts[2] in BY_FILE:
+        return "/".join(parts[2:])
     return "large" if parts[2] in LARGE else parts[2]
 
 
@@ -23,3 +36,8 @@ class FolderScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return process_of(nodeid)
+
+    def _assign_work_unit(self, node) -> None:
+        longest = max(self.workqueue, key=lambda process: SECONDS.get(process, 0))
+        self.workqueue.move_to_end(longest, last=False)
+        super()._assign_work_unit(node)
