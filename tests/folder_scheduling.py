@@ -1,8 +1,8 @@
 """Which live tests pytest-xdist runs in one process, and in which order: those of a folder, which share a service.
 
 Tests of engines and trainers share one with the tests of their file. What takes longest starts first, so that no core
-waits for it in the end. xdist's own groups rename tests, which pytest 9 no longer heeds. Used by conftest.py for `--dist
-loadgroup`.
+waits for it in the end. xdist's own groups rename tests, which pytest 9 no longer heeds.
+Used by conftest.py for `--dist loadgroup`.
 """
 
 from xdist.scheduler import LoadScopeScheduling
