@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from live.drafter.cut_models import cut
 from waiting import until
 
 from tailrace.app.cluster import service
@@ -18,17 +17,10 @@ from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.model import perturbed
 from tailrace.lab.verification.leftovers import processes_of
 
-LAYERS = 4
-
 
 @pytest.fixture(scope="package")
-def served_model(model_dir, tmp_path_factory, pytestconfig) -> Path:
-    if pytestconfig.getoption("--long"):
-        yield model_dir
-        return
-    folder = cut(model_dir, tmp_path_factory.mktemp("deployed") / "model", LAYERS)
-    yield folder
-    shutil.rmtree(folder)
+def served_model(request, pytestconfig) -> Path:
+    return request.getfixturevalue("model_dir" if pytestconfig.getoption("--long") else "shallow_model")
 
 
 @pytest.fixture(scope="package")
