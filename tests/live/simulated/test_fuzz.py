@@ -160,7 +160,7 @@ def test_a_sample_that_ends_its_engines_takes_no_other_with_it(seed):
     assert outcome_of(seed, ("deadly",)).problem is None
 
 
-@pytest.mark.parametrize("seed", [3000, 3003])
+@pytest.mark.parametrize("seed", [pytest.param(3000, marks=pytest.mark.long), 3003])
 def test_connections_that_break_cost_seconds_and_only_because_messages_are_sent_again(seed, monkeypatch):
     plan = plan_of(seed, ("line_breaks",))
     assert len(plan.faults) > 5 and run(plan).seconds < run(replace(plan, faults=())).seconds + 20
@@ -428,7 +428,7 @@ async def groups_of(client, batch: RolloutBatch) -> list:
 def test_a_failing_schedule_is_shortened(monkeypatch):
     any_answer(monkeypatch)
     kinds = ("damaged", "slow", "late", "join")
-    seed = next(seed for seed in range(60) if outcome_of(seed, kinds).problem)
+    seed = next(seed for seed in range(7, 60) if outcome_of(seed, kinds).problem)
     short = shortened(plan_of(seed, kinds))
     assert run(short).problem is not None
     assert [fault.kind for fault in short.faults] == ["damaged"]
