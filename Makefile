@@ -32,8 +32,8 @@ test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in
 	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
 	@$(PY) -m pytest -n 2 tests/live/simulated
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(IN_PROCESS)
-	@$(PY) -m pytest -m "live or gpu" -n 2 --dist loadgroup --no-loadscope-reorder $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
+	@$(PY) -m pytest -n 2 --dist loadgroup $(IN_PROCESS)
+	@$(PY) -m pytest -m "live or gpu" -n 2 --dist loadgroup $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
 
 test-pure: setup ## the pure tests alone, on two cores
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live

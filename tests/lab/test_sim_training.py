@@ -30,7 +30,7 @@ def small():
     """Four GPUs, few and short answers: each mode takes a second or less."""
     scenario = load_scenario("das-7b-16k").scaled(0.5)
     quantiles = Known(value={0.28: 103.0, 0.87: 179.0}, assumed="a sixty-fourth, to be quick")
-    changes = {"prompts": 8, "samples": 3, "max_tokens": 256, "chunk_tokens": 32}
+    changes = {"prompts": 6, "samples": 3, "max_tokens": 256, "chunk_tokens": 32}
     update = {key: getattr(scenario, key).scaled(value, 0.1) for key, value in changes.items()}
     update["lengths"] = scenario.lengths.model_copy(update={"quantiles": quantiles})
     return scenario.model_copy(update=update)
@@ -65,7 +65,7 @@ def test_by_length_an_epoch_has_the_same_prompts_in_steps_of_like_length():
     for first in (0, 4):
         both = [{group.group_id: group for step in work.steps[first : first + 4] for group in step}
                 for work in (plain, ordered)]  # fmt: skip
-        assert both[0] == both[1] and len(both[1]) == 4 * 8
+        assert both[0] == both[1] and len(both[1]) == 4 * small().prompts.value
     longest = [[max(group.past_lengths[0]) for group in step] for step in ordered.steps]
     runs = sorted((min(step), max(step)) for step in longest[:4])
     assert all(before[1] <= after[0] for before, after in pairwise(runs)), "the runs of a sorted epoch"

@@ -9,6 +9,7 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported; a service refuses to start without
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SHALLOW_LAYERS = 4
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,6 +26,16 @@ def a_core_each(worker_id):
     if worker_id != "master":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker_id.removeprefix("gw")) % len(cores)]})
+
+
+@pytest.fixture(scope="session")
+def shallow_model(model_dir, tmp_path_factory) -> Path:
+    """Folder of the demo model's first layers: its text repeats itself, as drafts need, and a step takes a third."""
+    from live.drafter.cut_models import cut
+
+    folder = cut(model_dir, tmp_path_factory.mktemp("shallow") / "model", SHALLOW_LAYERS)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ KILLS = ("store_killed_busy", "master_killed")
 
 
 @pytest.fixture(scope="module")
-def runs(client):
+def runs(client, config_path):
     """What the command reports, by disturbance. Its exit code is not looked at: it depends on how busy this machine is.
 
     Nothing here is about time.
@@ -22,13 +22,14 @@ def runs(client):
     @contextmanager
     def shared(wanted, address):
         """The service that is there, which must be the one that the command would start."""
-        assert wanted == load_config() and address is None
+        assert wanted == load_config(config_path) and address is None
         yield client
 
     only = [part for name in KILLS for part in ("--only", name)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
         patch.setattr("tailrace.lab.verification.chaos.service", shared)
-        run(["pool", "chaos", "--samples", "2", "--max-tokens", "80", "--json", *only])
+        what = ["--config", str(config_path), "--samples", "2", "--max-tokens", "80", "--json", *only]
+        run(["pool", "chaos", *what])
     result = json.loads(said.getvalue().splitlines()[-1])
     assert result["samples"] == 16
     return {run["name"]: run for run in result["runs"]}

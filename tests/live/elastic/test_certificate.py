@@ -8,9 +8,10 @@ import json
 from contextlib import contextmanager
 
 import pytest
+import yaml
 
 from tailrace.app.cli import run
-from tailrace.app.config import ServeFile
+from tailrace.app.config import DEFAULT_CONFIG, ServeFile
 from tailrace.lab.demo import PROMPTS
 
 SHORT, LONG = ("raced",), ("raced", "scaled_down", "replica_killed")
@@ -30,9 +31,14 @@ def test_every_run_is_identical_and_a_corruption_is_named(names, client, file, m
         yield client
 
     monkeypatch.setattr("tailrace.lab.verification.tokens.service", shared)
+    config = yaml.safe_load(DEFAULT_CONFIG.read_text())
+    engine = file.application.args.engine
+    config["applications"][0]["args"]["engine"] |= {"model": engine.model, "max_model_len": engine.max_model_len}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(PROMPTS.read_text().splitlines()[:4]))
     what = ["--prompts", str(prompts), "--samples", "3", "--max-tokens", "72", "--only", "runs", "--corrupt", "--json"]
+    what += ["--config", str(tmp_path / "serve.yaml")]
     code = run(["verify", *what, *(part for name in names for part in ("--runs", name))])
     said = capsys.readouterr()
     assert code == 1, said.err

@@ -36,7 +36,7 @@ print("asked", flush=True)
 print(json.dumps(ray.get(trained)))
 """
 IN_TAIL = 4
-SOME, ENDLESS = 180, 3900
+SOME, ENDLESS = 180, 7900
 """Most tokens of a sample in the tail; and where it is to go on for as long as something is awaited."""
 
 

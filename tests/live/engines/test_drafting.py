@@ -37,9 +37,9 @@ def run(engine, *chunks):
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir):
+def engine(shallow_model):
     draft = DraftConfig(method="group", draft_tokens=8)
-    config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
+    config = EngineConfig(model=str(shallow_model), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
     engine = EngineRunner(config, "drafting")
     yield engine
     assert engine.stats().preemptions == 0
@@ -103,7 +103,7 @@ def test_an_engine_reports_what_it_has_measured_of_steps_and_drafts(engine):
     """Without a pool it computes no prompt that it would time, and fetches nothing."""
     results = run(engine, *(chunk("measured", sample, GREEDY, FixedBudget(tokens=6)) for sample in (0, 1)))
     found, drafts = engine.stats().performance, [result.drafts for result in results]
-    assert len(found.step_tokens) > 2 and found.step_s(8) >= found.step_s(1) > 0 and found.start_s > 1
+    assert len(found.step_tokens) > 2 and found.step_s(8) >= found.step_s(1) > 0 and found.start_s > 0
     assert found.made > 1 and found.drafts > 0 and found.step_age_s < 60
     assert found.prefill_token_s == found.fetch_token_s == 0
     (group,) = found.acceptance

@@ -11,9 +11,11 @@ from tailrace.lab.fuzz.engine.hosted import HostedEngine
 SEED = 46
 
 
-@pytest.mark.parametrize("seconds", [12.0, pytest.param(120.0, marks=pytest.mark.long)])
-def test_a_real_engine_holds(model_dir, seconds):
-    engine = HostedEngine(str(model_dir), DRAFTS)
+@pytest.mark.parametrize(
+    ("seconds", "model"), [(6.0, "shallow_model"), pytest.param(120.0, "model_dir", marks=pytest.mark.long)]
+)
+def test_a_real_engine_holds(request, seconds, model):
+    engine = HostedEngine(str(request.getfixturevalue(model)), DRAFTS)
     try:
         report = engine_campaign(engine, SEED, seconds, print, lambda line: None).values()
     finally:

@@ -95,8 +95,8 @@ def test_every_world_has_a_seed_here():
     ("broken", "kinds", "first", "problem"),
     [
         (growing_batches_that_count_twice, ("quotas", "grown"), 0, "was refused below its quota"),
-        (quotas_that_are_exceeded_by_one, ("quotas",), 0, "are in flight, quotas.max_"),
-        (priorities_that_do_not_count, ("scarce",), 14, "began, of turn"),
+        (quotas_that_are_exceeded_by_one, ("quotas",), 27, "are in flight, quotas.max_"),
+        (priorities_that_do_not_count, ("scarce",), 17, "began, of turn"),
         (shares_that_do_not_count, ("scarce",), 11, "began, of turn"),
         (one_start_a_tick, ("scarce",), 0, "of KV, "),
     ],
