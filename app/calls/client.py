@@ -143,7 +143,7 @@ class RolloutClient:
         `send_weights` does the same without a folder.
 
         `version` must not be below the current one. The current one with the same content changes nothing, so a call
-        may be repeated. `digest`: that of the intended content, from an earlier `WeightsLoaded`; empty for any. `score`:
+        may be repeated. `digest`: of the intended content, from an earlier `WeightsLoaded`; empty for any. `score`:
         the trainer's, by `tailrace.weights_score`; replicas unlike it are set aside. Raises WeightsRejected, one line.
         """
         return await self._weights.update(version, source, digest, score)
