@@ -143,9 +143,8 @@ class RolloutClient:
         `send_weights` does the same without a folder.
 
         `version` must not be below the current one. The current one with the same content changes nothing, so a call
-        may be repeated. `digest`: the intended content's digest, from an earlier `WeightsLoaded`; empty for any.
-        `score`: the trainer's own, by `tailrace.weights_score`; replicas that differ from it are set aside. Raises
-        WeightsRejected, with the reason, if the update failed, or if no replica has that score.
+        may be repeated. `digest`: of the intended content, from an earlier `WeightsLoaded`; empty for any. `score`:
+        the trainer's, by `tailrace.weights_score`; replicas unlike it are set aside. Raises WeightsRejected, one line.
         """
         return await self._weights.update(version, source, digest, score)
 
@@ -171,8 +170,7 @@ class RolloutClient:
     own_slots_blocking = blocking(own_slots)
 
     async def commit_weights(self, staged: StagedWeights, score: Score = ()) -> WeightsLoaded:
-        """Has every replica check and load staged weights. Samples in flight continue under them. `score`: see
-        `update_weights`.
+        """Has every replica check and load staged weights. `score`: see `update_weights`.
 
         Replicas of other nodes, and those that start later there, pull them from the KV pool. Raises WeightsRejected,
         with the reason, if the update failed; the former weights then stay.

@@ -10,6 +10,7 @@ from tailrace.deployments.coordinator.journal import JournaledCore
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.kv_on_update import finishes
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicaJoined
 from tailrace.policies.protocol.exactness import Exactness
@@ -38,6 +39,15 @@ class CoreHolder:
         """Returns the number of samples that wait or run."""
         counts = self.present.counts()
         return counts["waiting"] + counts["running"]
+
+    def keeps(self, replica_id: str, version: int | None) -> bool:
+        """Returns whether a replica keeps older weights for samples that began with them, see `policies.core.drain`.
+
+        `version`: the wanted weights, or None if no replica has read them. The core may not know them yet.
+        """
+        replicas = self.present.replicas
+        told = version in (None, replicas.weights_version)
+        return replicas.keeps(replica_id) if told else finishes(self.present.policies.kv_on_update)
 
     def set_policies(self, policies: Policies) -> None:
         self._policies, self._due = policies, True

@@ -48,7 +48,7 @@ from tailrace.deployments.metrics.collector import ServiceCollector
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
-from tailrace.policies.families.kv_on_update import drops_kv, finishes
+from tailrace.policies.families.kv_on_update import drops_kv
 from tailrace.policies.families.ordering import OracleLongestFirst
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import actions as ac
@@ -88,7 +88,7 @@ class Rollouts:
         self.kv_pool_manager, self.token_log = kv_pool_manager, token_log
         self.core_holder = CoreHolder(policies, loop.now)
         self.replica_target, self.registry = ReplicaTarget(), ReplicaRegistry()
-        self.weights = Weights(engines, self._log_early, lambda: self.core_holder.exactness, self._keeps)
+        self.weights = Weights(engines, self._log_early, lambda: self.core_holder.exactness, self.core_holder.keeps)
         self.adapters = AdapterLoads(engines, prompts.model)
         self.weight_transfer = WeightTransfer(
             engines, lambda: self.registry.reports, lambda: (self.weights.version, self.weights.digest)
@@ -174,10 +174,9 @@ class Rollouts:
         self.loop.tell(ev.ReplicasReserved(self.loop.now(), replicas))
 
     async def update_weights(self, version: int, source: str, *known) -> WeightsLoaded | Rejected:
-        """Has every replica load the folder `source` between chunks; samples in flight continue under `version`.
+        """Has every replica load the folder `source` between chunks; samples in flight go on by `kv_on_update`.
 
-        `known`: digest and score, see `Weights.want`. Returns when all replicas hold it, or why they do not; with
-        `kv_on_update: finish` when one does, and the others keep theirs until their samples have ended.
+        `known`: digest and score, see `Weights.want`. Returns when all hold it, or why not; see `Weights.loaded`.
         """
         await self.loop.looked.wait()
         if (refusal := await self.weights.want(version, source, *known)) is not None:
@@ -306,11 +305,6 @@ class Rollouts:
             self.loop.tell(ev.WeightsChanged(self.loop.now(), new))
             if self.kv_pool_manager is not None and drops_kv(self.core.policies.kv_on_update, old, new):
                 self.kv_pool_manager.retire(old)
-
-    def _keeps(self, replica_id: str) -> bool:
-        """Returns whether a replica keeps older weights for samples that began with them, see `policies.core.drain`."""
-        told = self.core.replicas.weights_version == self.weights.version or not self.weights.is_confirmed
-        return self.core.replicas.keeps(replica_id) if told else finishes(self.core.policies.kv_on_update)
 
     async def _log_tokens(self) -> None:
         """Logs the tokens of earlier weights, if there are new ones or the weights are about to change."""

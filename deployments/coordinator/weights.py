@@ -61,10 +61,10 @@ class Weights:
         engines: "EngineClient",
         before: Callable[[], Awaitable[None]],
         exactness: Callable[[], Exactness] = lambda: "bits",
-        kept: Callable[[str], bool] = lambda replica_id: False,
+        kept: Callable[[str, int | None], bool] = lambda replica_id, version: False,
     ):
         """`before`: awaited before the target weights change. `exactness`: returns the engines' level. `kept`: returns
-        whether a replica is to keep its weights until its samples have ended.
+        whether a replica is to keep its weights until its samples have ended; the version is None if it is not read.
         """
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
@@ -188,7 +188,7 @@ class Weights:
         """Returns the loads to start at `now`, in seconds of the event loop's clock."""
         if self.asleep:
             return []
-        late = (name for name in self._late() if name in self._asleep or not self._kept(name))
+        late = (name for name in self._late() if name in self._asleep or not self._keeps(name))
         return [self._load(name) for name in (*late, *self.scores.unlike) if self._is_due(name, now)]
 
     def known(self, report: EngineStats) -> EngineStats:
@@ -257,7 +257,10 @@ class Weights:
 
     def _have_come(self) -> bool:
         late = self._late()
-        return not late or (len(late) < len(self._held) and all(map(self._kept, late)))
+        return not late or (len(late) < len(self._held) and all(map(self._keeps, late)))
+
+    def _keeps(self, replica_id: str) -> bool:
+        return self._kept(replica_id, self.version if self.is_confirmed else None)
 
     def _is_due(self, replica_id: str, now: float) -> bool:
         return replica_id not in self._loading and self._pauses.get(replica_id, (now, 0.0))[0] <= now

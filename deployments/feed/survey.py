@@ -35,7 +35,7 @@ def why_of(core: RolloutCore, sample: Sample, trail: Trail | None) -> str:
 
 
 def _awaited(core: RolloutCore, sample: Sample) -> str:
-    return core.room_wanted(sample) if sample.state is WAITING else "its next turn"
+    return core.awaited.by(sample) if sample.state is WAITING else "its next turn"
 
 
 class Survey:

@@ -68,7 +68,7 @@ MODES = {
     ),
     "finish": TrainingMode(
         "as one_step_off without its wait: samples end under their weights, each replica updates once it has none",
-        FINISH, True, ahead=1,
+        FINISH, True, ahead=1, streams=True,
     ),
     "histopipe": TrainingMode(
         "RhymeRL's: replicas update by themselves between steps, ranking groups take turns", HISTO_PIPE, True,

@@ -8,7 +8,8 @@ Invariant: the last replica of a version is let go after all of its samples, tho
 lost, they continue under the newest weights. Called by `RolloutCore` alone.
 """
 
-from tailrace.policies.core.dispatcher import Dispatcher
+from collections.abc import Iterator
+
 from tailrace.policies.core.fit_queue import STEP_TOKENS
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import RequestBuffer, Sample
@@ -17,19 +18,16 @@ from tailrace.policies.core.sample_states import RUNNING, WAITING
 from tailrace.policies.core.scaling import empty, left_tokens
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.kv_on_update import KvOnUpdate, finishes
-from tailrace.policies.protocol.actions import StartChunk
 
 
 class Drain:
     """`on`: whether samples end under the weights that they began with."""
 
     def __init__(
-        self, policy: KvOnUpdate, table: ReplicaTable, waiting: WaitQueue, running: RunningChunks,
-        buffer: RequestBuffer, dispatcher: Dispatcher,
-    ):  # fmt: skip
+        self, policy: KvOnUpdate, table: ReplicaTable, waiting: WaitQueue, running: RunningChunks, buffer: RequestBuffer
+    ):
         self.on = finishes(policy)
         self._table, self._waiting, self._running, self._buffer = table, waiting, running, buffer
-        self._dispatcher = dispatcher
         self._each: dict[int, int] = {}  # by kept version: samples to a replica as it was replaced
         self._emptied: set[str] = set()  # replicas on which no further chunk starts before they are let go
 
@@ -70,20 +68,17 @@ class Drain:
             del self._each[version]
         return [sample for version in ended for sample in self._waiting.evict(version)] if ended else None
 
-    def start(self) -> list[StartChunk]:
-        """Starts every chunk of a sample that ends under older weights and can start now. Then empties replicas that
-        these samples do not need any more.
+    def starts(self) -> Iterator[tuple[Sample, str, str]]:
+        """Yields each sample that ends under older weights and can start now, its replica and the reason; it is to be
+        started before the next. Then empties replicas that these samples do not need any more.
         """
-        started = []
         for version in sorted(self._table.kept):
             while (roomiest := self._roomiest(version)) is not None:
                 found = self._waiting.take_first(version, self._table.own_room_tokens(roomiest))
                 if found is None:
                     break
-                replica_id = self._home(found) or roomiest
-                started.append(self._dispatcher.start(found, replica_id, f"it ends under weights {version}"))
+                yield found, self._home(found) or roomiest, f"it ends under weights {version}"
             self._shrink(version)
-        return started
 
     def _home(self, sample: Sample) -> str | None:
         """Returns the replica with a kept sample's KV, if it has room."""

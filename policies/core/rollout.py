@@ -2,8 +2,7 @@
 
 Laws kept here, each with a test:
 - Every sample ends exactly once, and its tokens only grow. Running chunks never reserve more KV than a replica has.
-- Chunks start only under the current weights version, and chunks of other versions are stopped; with `kv_on_update:
-  finish` they start under the version that their sample began with, as long as a replica keeps it.
+- Chunks start only under the current weights version, or one that is kept for them; chunks of other versions stop.
 - A waiting sample that fits on a ready replica starts at the next tick, unless it pauses after failures.
 - KV in the pool is released once, when no sample needs it any more.
 - The same events give the same actions. An illegal event raises and changes nothing.
@@ -13,7 +12,9 @@ Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (runnin
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
-from tailrace.policies.core.core_queries import CoreQueries
+from collections import Counter
+
+from tailrace.policies.core.awaited import Awaited
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
 from tailrace.policies.core.drain import Drain
@@ -39,7 +40,7 @@ from tailrace.policies.protocol.events import IllegalEvent
 from tailrace.policies.protocol.exactness import Exactness
 
 
-class RolloutCore(CoreQueries):
+class RolloutCore:
     """State machine of the module docstring. `policies` decide; chunks start under `weights_version`.
 
     `limits`: minimum and maximum number of replicas, or None if `policies.tail` does not decide it. `exactness`: level
@@ -88,12 +89,10 @@ class RolloutCore(CoreQueries):
             races=self._races,
             draft_planner=self._draft_planner,
         )
-        self._drain = Drain(
-            policies.kv_on_update, self.replicas, self._waiting, self._running, self._buffer, self._dispatcher
-        )
+        self._drain = Drain(policies.kv_on_update, self.replicas, self._waiting, self._running, self._buffer)
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._failures = Failures(self.replicas, self._running)
-        self._held = HeldSamples()
+        self._held, self.awaited = HeldSamples(), Awaited(self._failures, self._unassigned, self._lanes)
         self._outbox: list[Action] = []
 
     # ---- observe ---------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class RolloutCore(CoreQueries):
                 self._put(sample)
         for sample in self._lanes.renew(now):
             self._requeue(sample)
-        self._outbox += self._drain.start()
+        self._outbox += [self._dispatcher.start(*kept) for kept in self._drain.starts()]
         homes = self._start_bound()
         if moved := self._lanes.fill_idle():
             for sample in moved:
@@ -427,6 +426,54 @@ class RolloutCore(CoreQueries):
             self._waiting.forget_batch(batch)
             self._lanes.forget_batch(batch)
             self._lengths.remember((*batch.known_lengths, *(group.known_lengths() for group in batch.groups.values())))
+
+    # ---- queries of a shell -----------------------------------------------------------------------
+
+    def is_running(self, chunk_id: str) -> bool:
+        return chunk_id in self._running.chunks
+
+    def knows_batch(self, batch_id: str) -> bool:
+        """Returns whether some group of the batch has not been emitted."""
+        return batch_id in self._buffer.batches
+
+    def is_late(self, event: ev.Event) -> bool:
+        """Returns whether the subject of an event has already ended: a lost replica's chunk, an emitted batch."""
+        match event:
+            case ev.ChunkFinished() | ev.ChunkFailed():
+                return not self.is_running(event.chunk_id)
+            case ev.ReplicaLeft() | ev.ReplicaMeasured():
+                return event.replica_id not in self.replicas
+            case ev.BatchCancelled():
+                return not self.knows_batch(event.batch_id)
+            case ev.SampleCancelled():
+                return event.sample_id not in self._buffer.samples
+        return False
+
+    def counts_tokens(self, event: ev.ChunkFinished) -> bool:
+        """Returns whether the tokens of a running chunk count for its sample at this end."""
+        return self._races.counts(event, self._running.chunks[event.chunk_id])
+
+    def samples(self) -> list[Sample]:
+        """Returns all samples whose groups have not been emitted; read only. O(samples), 0.3 ms for 50,000."""
+        return list(self._buffer.samples.values())
+
+    def sample(self, sample_id: str) -> Sample | None:
+        """Returns a sample whose group has not been emitted; read only; None if there is none with that id."""
+        return self._buffer.samples.get(sample_id)
+
+    def copies(self) -> list[tuple[str, str]]:
+        """Returns the sample and the replica of each racing copy."""
+        return [(copy.sample.sample_id, copy.replica_id) for copy in self._running.copies.values()]
+
+    def counts(self) -> dict[str, int]:
+        """Returns the number of waiting, running and held samples, and of batches that are not fully emitted."""
+        running, held = len(self._running), len(self._held)
+        waiting = self._buffer.unended - running - held
+        return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
+
+    def queued(self) -> Counter[int]:
+        """Returns the number of queued samples by priority. O(queued samples) with several priorities."""
+        return self._waiting.by_priority({batch.priority for batch in self._buffer.batches.values()})
 
 
 _HANDLERS = {

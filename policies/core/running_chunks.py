@@ -36,8 +36,8 @@ class RunningChunks:
         self._table.reserve(replica_id, chunk_id, sample.need_tokens)
         max_tokens = sample.need_tokens - sample.context_tokens
         version = self._table.version_of(replica_id)
-        kv_version = self._kv.version(sample, version)
-        chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, version, kv_version)
+        versions = version, self._kv.version(sample, version)
+        chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, *versions)
         chunk.born = self.turns
         sample.group.batch.running_tokens += chunk.kv_tokens
         sample.state, sample.streamed_tokens = RUNNING, 0

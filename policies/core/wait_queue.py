@@ -63,9 +63,13 @@ class WaitQueue:
     def __contains__(self, sample: Sample) -> bool:
         return sample.sample_id in self._samples
 
-    def by_priority(self) -> Counter[int]:
-        """Returns the number of queued samples, by the priority of their batch."""
-        return Counter(map(PRIORITY, self._samples.values()))
+    def by_priority(self, priorities: set[int]) -> Counter[int]:
+        """Returns the number of queued samples by the priority of their batch. `priorities`: those of all batches;
+        O(queued samples) with several.
+        """
+        if len(priorities) > 1:
+            return Counter(map(PRIORITY, self._samples.values()))
+        return Counter(dict.fromkeys(priorities, len(self._samples)))
 
     def samples(self) -> list[Sample]:
         """Returns all waiting samples, in order of arrival."""

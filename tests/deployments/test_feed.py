@@ -154,9 +154,9 @@ def test_a_waiting_sample_says_what_it_waits_for():
     submit(core, ev.GroupSpec("p", 16, 8, 100))
     started = [one for one in tick(core) if isinstance(one, ac.StartChunk)]
     waiting = [core.sample(f"p#{n}") for n in range(8) if f"p#{n}" not in {one.sample_id for one in started}]
-    assert {core.room_wanted(one) for one in waiting} == {"room on the replica of its group"}
+    assert {core.awaited.by(one) for one in waiting} == {"room on the replica of its group"}
     core.observe(ev.ReplicaLeft(0.0, "r", "gone"))
-    assert core.room_wanted(core.sample("p#0")) == "a replica that is ready" and core.sample("p#9") is None
+    assert core.awaited.by(core.sample("p#0")) == "a replica that is ready" and core.sample("p#9") is None
 
 
 def test_tokens_of_an_ended_chunk_count_once_while_its_sample_waits():

@@ -286,7 +286,7 @@ def test_trials_are_of_one_sample_first_and_twice_as_many_after_each_round_witho
             game.running = []
             game.play(game.now + 0.5, lambda start: False)
         waiting = {sample.sample_id for sample in game.core.samples()} - {start.sample_id for start in game.running}
-        why = {game.core.room_wanted(game.core.sample(sample_id)) for sample_id in waiting}
+        why = {game.core.awaited.by(game.core.sample(sample_id)) for sample_id in waiting}
         assert why == {"its trial, since replicas left under it"}
         rounds = [len(game.running)]
         for _ in range(3):

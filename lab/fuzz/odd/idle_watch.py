@@ -35,5 +35,5 @@ class IdleWatch:
         return [  # the reason of one that pauses begins with "its pause" or "its trial"
             f"{self._cluster.coordinators}: {sample.sample_id} {sample.chunks}"
             for sample in able
-            if not core.room_wanted(sample).startswith("its ")
+            if not core.awaited.by(sample).startswith("its ")
         ]

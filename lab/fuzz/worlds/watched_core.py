@@ -38,7 +38,7 @@ class WatchedCore(RolloutCore):
     def _able(self) -> dict[str, Sample]:
         """Returns the samples that wait only for room, by id."""
         waiting = (sample for sample in self.samples() if sample.state is WAITING)
-        return {one.sample_id: one for one in waiting if self.room_wanted(one).startswith("room")}
+        return {one.sample_id: one for one in waiting if self.awaited.by(one).startswith("room")}
 
     def _check_turns(self, able: dict[str, Sample], tokens: dict[Batch, int], started: Iterable[StartChunk]) -> None:
         """Checks the order of the started samples. `tokens`: KV of running chunks by batch, before the decision."""
@@ -60,7 +60,7 @@ class WatchedCore(RolloutCore):
         roomiest = self.replicas.roomiest()
         most = self.replicas.room_tokens(roomiest) if roomiest is not None else 0
         for sample in able.values():
-            if sample.state is WAITING and self.room_wanted(sample).startswith("room"):
+            if sample.state is WAITING and self.awaited.by(sample).startswith("room"):
                 room = most if sample.place is None else self._room_at(sample.place)
                 if _steps(sample) * STEP_TOKENS <= room:
                     self._defects.append(
