@@ -13,7 +13,6 @@ came with them) is put aside in the pure one.
 """
 
 import importlib.abc
-import shutil
 import sys
 from pathlib import Path
 
@@ -136,16 +135,6 @@ def model_dir() -> Path:
     from tailrace.app.model import resolve_model
 
     return resolve_model("demo")
-
-
-@pytest.fixture(scope="session")
-def other_weights(model_dir, tmp_path_factory) -> Path:
-    """The demo model's folder with other weights, made once for all live tests: 10 s, and 540 MB while they run."""
-    from tailrace.app.model import perturbed
-
-    folder = perturbed(model_dir, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 LIVE = ("tests", "live")
 BY_FILE = ("engines", "trainers")
 LARGE = ("deployed", "drafter", "elastic")
-"""Folders whose services run the demo model, one after the other: an engine takes 4 GB."""
+"""Folders of large services, one after the other: an engine with its KV takes 4 GB."""
 
 SECONDS = {
     "large": 600,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from tailrace.deployments.batches.model_folder import end_tokens, names_media
+from tailrace.deployments.batches.model_folder import end_tokens, names_media, tokenizer_of
 from tailrace.deployments.batches.tokenizer_files import name_of_tokenizer, tokenizer_files
 from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import FormCheck
@@ -50,9 +50,7 @@ class Prompts:
     _ends: frozenset[int] = frozenset()
 
     def __init__(self, model: str, max_model_len: int):
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        self._tokenizer = tokenizer_of(Path(model))
         self._vocabulary = len(self._tokenizer)
         self._ends = end_tokens(Path(model), self._tokenizer.eos_token_id)
         self.model, self.max_model_len = model, max_model_len

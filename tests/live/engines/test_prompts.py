@@ -1,9 +1,14 @@
 """Prompts against a real tokenizer: what is taken, and what is refused by name."""
 
+import json
 import math
+import shutil
+import subprocess
+import sys
 
 import pytest
 
+from tailrace.deployments.batches.model_folder import tokenizer_of
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import FormCheck
@@ -138,3 +143,41 @@ def test_forms_are_tried_in_a_process_with_limits(model_dir):
         assert check.refusal(StructuredOutputs(json={"type": "object"}), (2,)) is None
     finally:
         check.close()
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from tailrace.deployments.batches.model_folder import tokenizer_of
+chat = [{"role": "user", "content": "Hello there"}]
+print(tokenizer_of(Path(sys.argv[1])).apply_chat_template(chat)["input_ids"], "torch" in sys.modules)
+"""
+
+
+def test_a_tokenizer_that_is_one_file_is_autotokenizers_without_torch(model_dir):
+    from transformers import AutoTokenizer
+
+    ours, theirs = tokenizer_of(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    assert type(ours) is type(theirs) and ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    command = (sys.executable, "-c", WITHOUT_TORCH, str(model_dir))
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    chat = [{"role": "user", "content": "Hello there"}]
+    assert said.strip() == f"{theirs.apply_chat_template(chat)['input_ids']} False"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"model_type": "qwen2"}),
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ],
+)
+def test_other_tokenizers_are_autotokenizers_choice(model_dir, tmp_path, file, changes):
+    from transformers import AutoTokenizer
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_dir / name, tmp_path)
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | changes))
+    assert type(tokenizer_of(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path))
