@@ -99,7 +99,7 @@ class KvTracker:
 
     def suspend(self, sample: Sample) -> tuple[ReleaseKv, ...]:
         """Releases the KV of a suspended trajectory."""
-        return self._release(sample, ReleaseCause.FULL, "contexts have outgrown the KV: it began last")
+        return self._release(sample, ReleaseCause.SUSPENDED, "contexts have outgrown the KV: it began last")
 
     # ---- use of the pool -----------------------------------------------------------------------------
 

@@ -252,8 +252,7 @@ class RolloutCore:
             self._queue(sample)
         for sample in self._trajectories.suspended():
             self._outbox += self._kv.suspend(sample)
-        for sample in self._trajectories.admitted():
-            self._put(sample)
+        self._begin_trajectories()
         homes = self._start_waiting(tick.now)
         staying = self.replicas.staying
         closed, actions = self._scaling.decide(tick.now)
@@ -263,10 +262,13 @@ class RolloutCore:
             homes = self._start_waiting(tick.now)
         copies = self._races.look(tick.now, bool(self._waiting or self._unassigned))
         self._outbox += [*(self._dispatcher.action(*copy) for copy in copies), *actions, *self._running.aborts()]
-        if not self._running.chunks and self._waiting and self.replicas.all_ready():
+        while not self._running.chunks and self._waiting and self.replicas.all_ready():
             if self._trajectories.release_all():
                 homes += self._start_waiting(tick.now)
             self._give_up()
+            if not self._begin_trajectories():
+                break
+            homes += self._start_waiting(tick.now)
         self._outbox += self._kv.make_room(tick.now, self._waiting)
         if not self.replicas.one_node:
             self._outbox += self._prefetch_planner.prefetches(homes)
@@ -301,6 +303,13 @@ class RolloutCore:
             while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
                 self._place(found)
         return homes
+
+    def _begin_trajectories(self) -> bool:
+        """Queues the trajectories that may begin now. Returns whether there are any."""
+        begun = self._trajectories.admitted()
+        for sample in begun:
+            self._put(sample)
+        return bool(begun)
 
     def _give_up(self) -> None:
         """Fails the waiting samples that can never start: all replicas are ready and idle, except closing ones.

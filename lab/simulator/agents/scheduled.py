@@ -127,7 +127,7 @@ class Scheduled:
         elif isinstance(action, ReleaseKv) and action.sample_id is not None:
             if self._host.store is not None:
                 self._host.store.drop(self._lines[action.sample_id])
-            if action.cause is ReleaseCause.FULL:
+            if action.cause is ReleaseCause.SUSPENDED:
                 self._host.counts.suspended += 1
             else:
                 del self._lines[action.sample_id]
