@@ -415,7 +415,8 @@ class Player:
         if not any(room > 0 for room in rooms.values()):  # as every sample needs some
             return
         for sample in core._buffer.samples.values():
-            if sample.state is State.WAITING and not core._failures.is_paused(sample):
+            parked = core._trajectories.is_parked(sample)
+            if sample.state is State.WAITING and not parked and not core._failures.is_paused(sample):
                 need = -(-self._need_tokens(sample.sample_id) // STEP_TOKENS) * STEP_TOKENS
                 for replica_id, room in rooms.items():
                     if sample.home in (None, replica_id) and need <= room:

@@ -167,3 +167,20 @@ class TakingTurns(BaseModel):
 
     def plan(self, view):
         return LanePlan(np.arange(len(view.left)) % len(view.replicas), 1.0, 2.0, 0.5)
+
+
+class TwoAtOnce(BaseModel):
+    """So many trajectories are active, whatever their contexts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    on: ClassVar[bool] = True
+    most: int = 2
+
+    def fits(self, load, context_tokens):
+        return load.active < self.most
+
+    def is_overfull(self, load):
+        return False
+
+    def keeps(self, left_s, back_s, waits):
+        return not waits

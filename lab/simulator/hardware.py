@@ -172,6 +172,15 @@ MODELS = {
         source=f"model card; {_KV} = 2 * 4 * 128",
         kv_heads=4,
     ),
+    "Qwen2.5-7B-Instruct-1M": Model(
+        parameters=7.61e9,
+        active_parameters=7.61e9,
+        layers=28,
+        hidden=3584,
+        kv_values=1024,
+        source=f"model card: contexts to 1,010,000 tokens; {_KV} = 2 * 4 * 128",
+        kv_heads=4,
+    ),
     "DeepSeek-R1-Distill-Qwen-7B": Model(
         parameters=7.61e9,
         active_parameters=7.61e9,

@@ -3,12 +3,15 @@
 from tailrace.policies.core.failures import Failures
 from tailrace.policies.core.lane_planner import LanePlanner
 from tailrace.policies.core.request_buffer import Sample
+from tailrace.policies.core.trajectory_book import TrajectoryBook
 from tailrace.policies.core.unassigned import UnassignedGroups
 
 
 class Awaited:
-    def __init__(self, failures: Failures, unassigned: UnassignedGroups, lanes: LanePlanner):
-        self._failures, self._unassigned, self._lanes = failures, unassigned, lanes
+    def __init__(
+        self, failures: Failures, unassigned: UnassignedGroups, trajectories: TrajectoryBook, lanes: LanePlanner
+    ):
+        self._failures, self._unassigned, self._trajectories, self._lanes = failures, unassigned, trajectories, lanes
 
     def by(self, sample: Sample) -> str:
         """Returns why a waiting sample does not run."""
@@ -16,6 +19,8 @@ class Awaited:
             return self._failures.awaited(sample)
         if sample.group in self._unassigned:
             return "a replica that is ready"
+        if self._trajectories.is_parked(sample):
+            return "KV of trajectories that began before"
         if sample.kept_version is not None:
             return f"room on a replica of weights {sample.kept_version}"
         if self._lanes.is_lane(sample):

@@ -99,6 +99,10 @@ class KvTracker:
         """Releases all stale KV after a change of weights."""
         return [action for sample in list(self._held.values()) for action in self.release_stale(sample)]
 
+    def suspend(self, sample: Sample) -> tuple[ReleaseKv, ...]:
+        """Releases the KV of a suspended trajectory."""
+        return self._release(sample, ReleaseCause.SUSPENDED, "contexts have outgrown the KV: it began last")
+
     # ---- use of the pool -----------------------------------------------------------------------------
 
     def report(self, event: PoolReported) -> None:

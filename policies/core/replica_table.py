@@ -15,8 +15,8 @@ from tailrace.policies.protocol.views import ReplicaView
 
 
 class _ReplicaRow:
-    __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry",
-                 "free_blocks", "kept", "max_running", "methods", "node_id", "performance", "version")  # fmt: skip
+    __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry", "free_blocks",
+                 "held", "kept", "max_running", "methods", "node_id", "performance", "version")  # fmt: skip
 
 
 class ReadOnlyReplicas:
@@ -40,6 +40,7 @@ class ReplicaTable:
         self._nodes: Counter[str] = Counter()  # node -> replicas on it
         self._tests: dict[str, list[float]] = {}  # draft method -> right and tested tokens, as replicas report them
         self.staying = 0  # replicas that are not closing
+        self.total_tokens = 0  # tokens of KV that all replicas hold together
         self.one_node = True  # True if all replicas share one node's pool memory: no KV is nearer to one of them
         self._roomy: list[tuple[int, str]] = []  # (-room, id), dead entries among them
         self.read_only = ReadOnlyReplicas(self)
@@ -56,7 +57,8 @@ class ReplicaTable:
             replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
             replica.node_id, replica.performance, replica.closing = event.node_id, None, False
-            replica.aside, replica.kept = "", None
+            replica.aside, replica.kept, replica.held = "", None, {}
+            self.total_tokens += event.kv_capacity_blocks * event.block_tokens
             self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
@@ -73,6 +75,7 @@ class ReplicaTable:
         del self._replicas[replica_id]
         self._ids.remove(replica_id)
         self.staying -= not replica.closing
+        self.total_tokens -= replica.capacity_blocks * replica.block_tokens
         self._count_node(replica.node_id, -1)
         self._count_tests(replica.performance, -1)
         return list(replica.chunks)
@@ -168,6 +171,19 @@ class ReplicaTable:
     def release(self, replica_id: str, chunk_id: str) -> None:
         replica = self._replicas[replica_id]
         replica.free_blocks += replica.chunks.pop(chunk_id)
+        self._list(replica_id, replica)
+
+    def keep(self, replica_id: str, sample_id: str, tokens: int) -> None:
+        """Counts KV of a sample between two turns as taken; there is room for it."""
+        replica = self._replicas[replica_id]
+        blocks = replica.held[sample_id] = -(-tokens // replica.block_tokens)
+        replica.free_blocks -= blocks
+        self._list(replica_id, replica)
+
+    def unkeep(self, replica_id: str, sample_id: str) -> None:
+        """Counts kept KV as free."""
+        replica = self._replicas[replica_id]
+        replica.free_blocks += replica.held.pop(sample_id)
         self._list(replica_id, replica)
 
     def room_tokens(self, replica_id: str) -> int:

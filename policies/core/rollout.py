@@ -7,8 +7,8 @@ Laws kept here, each with a test:
 - KV in the pool is released once, when no sample needs it any more.
 - The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
-`KvTracker` (pool), `LengthTracker`, `LanePlanner`, `Failures`, `UnassignedGroups`, `HeldSamples`, `DraftPlanner`,
-`Races`, `Scaling`, `Drain`.
+`KvTracker` (pool), `LengthTracker`, `LanePlanner`, `TrajectoryBook`, `Failures`, `UnassignedGroups`, `HeldSamples`,
+`DraftPlanner`, `Races`, `Scaling`, `Drain`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
@@ -30,6 +30,7 @@ from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.sample_ends import BY_ITSELF, HeldSamples, end_before, end_by
 from tailrace.policies.core.sample_states import ENDED, HELD, WAITING
 from tailrace.policies.core.scaling import Limits, Scaling
+from tailrace.policies.core.trajectory_book import TrajectoryBook
 from tailrace.policies.core.unassigned import UnassignedGroups
 from tailrace.policies.core.validation import check_event, check_finish, check_return, checked_count
 from tailrace.policies.core.wait_queue import WaitQueue
@@ -92,7 +93,9 @@ class RolloutCore:
         self._drain = Drain(policies.kv_on_update, self.replicas, self._waiting, self._running, self._buffer)
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._failures = Failures(self.replicas, self._running)
-        self._held, self.awaited = HeldSamples(), Awaited(self._failures, self._unassigned, self._lanes)
+        self._trajectories = TrajectoryBook(policies.trajectories, self.replicas)
+        self._held = HeldSamples()
+        self.awaited = Awaited(self._failures, self._unassigned, self._trajectories, self._lanes)
         self._outbox: list[Action] = []
 
     # ---- observe ---------------------------------------------------------------------------------
@@ -115,6 +118,9 @@ class RolloutCore:
         batch = self._buffer.batches[event.batch_id]
         self._lengths.admit(batch, groups)
         self._unassigned.add(groups)
+        for group in groups:
+            if group.spec.follows is not None:
+                self._trajectories.follow(group.samples[0], self._buffer.samples.get(group.spec.follows))
         for sample in added:
             self._join(sample)
         for group in groups:
@@ -155,6 +161,7 @@ class RolloutCore:
         check_return(event, sample)
         self._held.take(sample)
         sample.begin_turn(event)
+        self._trajectories.resume(sample, event.now)
         self._waiting.renew(sample.group, self._lengths.begin_turn(sample))
         self._wait_again(sample)
 
@@ -206,6 +213,7 @@ class RolloutCore:
     def _replica_left(self, event: ev.ReplicaLeft) -> None:
         lost = self._running.lose(event.replica_id)
         self._failures.leave(event.replica_id)
+        self._trajectories.lose(event.replica_id)
         self._bind_anew(event.replica_id)
         for chunk in lost:
             self._running.stop(chunk)
@@ -223,12 +231,17 @@ class RolloutCore:
             raise IllegalEvent(f"weights go back from {self.replicas.weights_version} to {event.version}")
         for sample in self._drain.change(event.version):
             self._requeue(sample)
+        self._trajectories.release_all()
         self._outbox += self._kv.release_all_stale()
         for chunk in self._running.chunks.values():
             if chunk.weights_version != self.replicas.continued(chunk.weights_version):
                 self._running.abort(chunk, f"weights {event.version} replace {chunk.weights_version}")
         for replica_id in self.replicas.ready():
             self._waiting.look_at(replica_id)
+
+    def _pool_reported(self, event: ev.PoolReported) -> None:
+        self._kv.report(event)
+        self._trajectories.capacity_tokens = event.capacity_tokens
 
     # ---- decide ----------------------------------------------------------------------------------
 
@@ -246,6 +259,9 @@ class RolloutCore:
             self._outbox += self._kv.release_all_stale()
             for sample in freed:
                 self._queue(sample)
+        for sample in self._trajectories.suspended():
+            self._outbox += self._kv.suspend(sample)
+        self._begin_trajectories()
         homes = self._start_waiting(tick.now)
         staying = self.replicas.staying
         closed, actions = self._scaling.decide(tick.now)
@@ -255,8 +271,13 @@ class RolloutCore:
             homes = self._start_waiting(tick.now)
         copies = self._races.look(tick.now, bool(self._waiting or self._unassigned))
         self._outbox += [*(self._dispatcher.action(*copy) for copy in copies), *actions, *self._running.aborts()]
-        if not self._running.chunks and self._waiting and self.replicas.all_ready():
+        while not self._running.chunks and self._waiting and self.replicas.all_ready():
+            if self._trajectories.release_all():
+                homes += self._start_waiting(tick.now)
             self._give_up()
+            if not self._begin_trajectories():
+                break
+            homes += self._start_waiting(tick.now)
         self._outbox += self._kv.make_room(tick.now, self._waiting)
         if not self.replicas.one_node:
             self._outbox += self._prefetch_planner.prefetches(homes)
@@ -276,11 +297,13 @@ class RolloutCore:
             for sample in moved:
                 self._requeue(sample)
             homes += self._start_bound()
-        while self._waiting and (roomiest := self.replicas.roomiest()) is not None:
-            found = self._waiting.take_first(None, self.replicas.room_tokens(roomiest))
-            if found is None:
+        while self._waiting:
+            roomiest = self.replicas.roomiest()
+            found = roomiest and self._waiting.take_first(None, self.replicas.room_tokens(roomiest))
+            if found is not None:
+                self._place(found)
+            elif not self._trajectories.make_room(now):
                 break
-            self._place(found)
         return homes
 
     def _start_bound(self) -> list[str]:
@@ -290,6 +313,13 @@ class RolloutCore:
             while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
                 self._place(found)
         return homes
+
+    def _begin_trajectories(self) -> bool:
+        """Queues the trajectories that may begin now. Returns whether there are any."""
+        begun = self._trajectories.admitted()
+        for sample in begun:
+            self._put(sample)
+        return bool(begun)
 
     def _give_up(self) -> None:
         """Fails the waiting samples that can never start: all replicas are ready and idle, except closing ones.
@@ -365,7 +395,11 @@ class RolloutCore:
             self._queue(sample)
 
     def _put(self, sample: Sample) -> None:
-        """Queues a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
+        """Queues a waiting sample with the KV its next chunk needs: context and all tokens it may make. A trajectory
+        that may not begin yet is parked instead.
+        """
+        if self._trajectories.parks(sample):
+            return
         self._lengths.queue(sample)
         view = sample.view()
         chunking = self.policies.chunking
@@ -384,6 +418,7 @@ class RolloutCore:
             self._end(sample, end, None, reason)
             return
         self._held.hold(sample, end, now)
+        self._trajectories.pause(sample, now)
         self._outbox.append(EndTurn(sample.sample_id, end, reason))
         self._outbox += self._kv.release_stale(sample)
 
@@ -394,6 +429,7 @@ class RolloutCore:
     def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
         self._waiting.drop(sample)
         self._failures.forget(sample)
+        self._trajectories.end(sample)
         sample.state = ENDED
         group = sample.group
         group.unended -= 1
@@ -491,6 +527,6 @@ _HANDLERS = {
     ev.ReplicasReserved: lambda core, event: core._scaling.reserve(event.replicas),
     ev.WeightsChanged: RolloutCore._weights_changed,
     ev.ReplicaMeasured: lambda core, event: core.replicas.measure(event),
-    ev.PoolReported: lambda core, event: core._kv.report(event),
+    ev.PoolReported: RolloutCore._pool_reported,
     ev.KvLost: lambda core, event: core._kv.lose(event.sample_ids),
 }

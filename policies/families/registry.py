@@ -36,6 +36,7 @@ from tailrace.policies.families.prefetch import NextUp, Prefetching, PrefetchPol
 from tailrace.policies.families.racing import NoRacing as NoRaces
 from tailrace.policies.families.racing import Racing, RacingPolicy
 from tailrace.policies.families.tail import Hold, Tail, TailPolicy
+from tailrace.policies.families.trajectories import AllAtOnce, Trajectories, TrajectoriesPolicy
 from tailrace.policies.protocol.file_keys import without_constants
 
 OrderingPolicy = Annotated[BuiltInOrdering | HistoPipe, Field(discriminator="type")]
@@ -53,6 +54,7 @@ FAMILIES = {
     "racing": (RacingPolicy, Racing),
     "fairness": (FairnessPolicy, Fairness),
     "lanes": (LanesPolicy, Lanes),
+    "trajectories": (TrajectoriesPolicy, Trajectories),
 }
 
 
@@ -181,6 +183,7 @@ class Policies(BaseModel):
         "tail",
         "racing",
         "lanes",
+        "trajectories",
     )
 
     ordering: _member("ordering") = Seer()
@@ -195,6 +198,7 @@ class Policies(BaseModel):
     racing: _member("racing") = NoRaces()
     fairness: _member("fairness") = FairShares()
     lanes: _member("lanes") = NoLanes()
+    trajectories: _member("trajectories") = AllAtOnce()
 
     def sized(self, block_tokens: int, drafters: int) -> "Policies":
         """Returns the same for engines with KV blocks of this size beside this many draft models (0: none).

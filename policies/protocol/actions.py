@@ -95,6 +95,7 @@ class ReleaseCause(StrEnum):
     ENDED = "ended"  # the sample or group has ended
     STALE = "stale"  # the sample continues under other weights
     FULL = "full"  # samples that run sooner need the room
+    SUSPENDED = "suspended"  # its trajectory begins again later
 
 
 @dataclass(frozen=True, slots=True)

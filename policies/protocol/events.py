@@ -49,7 +49,8 @@ class GroupSpec:
     nor `begun`; its samples, which may be none, are numbered after the earlier ones. `chunk_tokens`: maximum length of
     the chunks of this spec's samples, whatever `chunking` says: their readers wait. `hold_s`: seconds for which a
     sample of this spec is held after its turn, for the next one; 0: it has one turn. Then `max_tokens` bounds its first
-    turn. `prediction`: of the length of its answers, or None.
+    turn. `prediction`: of the length of its answers, or None. `follows`: a held sample whose trajectory the first
+    sample of this spec continues, with another context that shares its beginning; it should end soon.
     """
 
     group_id: str
@@ -62,6 +63,7 @@ class GroupSpec:
     chunk_tokens: int | None = None
     hold_s: float = 0.0
     prediction: Prediction | None = None
+    follows: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,15 @@ class SampleView(NamedTuple):
     expected_tokens: int = 0  # length of the whole answer, by the `lengths` policy, as of its last wait or mate's end
 
 
+class TrajectoryLoad(NamedTuple):
+    """Active trajectories: those that have begun and not ended."""
+
+    active: int
+    context_tokens: int  # sum of their contexts, as of each one's last turn
+    growth_tokens: float  # by which the context of one is expected to grow until it ends
+    capacity_tokens: int  # of the pool, or of all replicas if that is more
+
+
 class PromptView(NamedTuple):
     """A group of a new batch, for an ordering that binds whole batches."""
 

@@ -17,6 +17,7 @@ from user_policies import (
     NobodyTwice,
     OneForEight,
     TakingTurns,
+    TwoAtOnce,
 )
 
 from tailrace.policies.families.ordering import Fcfs, Seer
@@ -35,6 +36,7 @@ BUILT_IN = {
     "racing": ["off", "fastest_of_n"],
     "fairness": ["one_queue", "fair_shares"],
     "lanes": ["none", "auto", "clairvoyant"],
+    "trajectories": ["all_at_once", "by_kv"],
 }
 USERS_OWN = {
     "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
@@ -49,6 +51,7 @@ USERS_OWN = {
     "racing": {"type": "user_policies:NobodyTwice", "args": {"room": 1}},
     "fairness": {"type": "user_policies:LargestShare", "args": {"apart": True}},
     "lanes": {"type": "user_policies:TakingTurns", "args": {"every": 0.5}},
+    "trajectories": {"type": "user_policies:TwoAtOnce", "args": {"most": 3}},
 }
 EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
 
@@ -104,7 +107,7 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     assert Policies(**policies.model_dump()) == policies
     assert [getattr(policies, family) for family in FAMILIES] == [
         LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), Doubling(), HalfADraft(),
-        AlwaysTwo(acceptance=0.25), OneForEight(), NobodyTwice(), LargestShare(), TakingTurns(),
+        AlwaysTwo(acceptance=0.25), OneForEight(), NobodyTwice(), LargestShare(), TakingTurns(), TwoAtOnce(most=3),
     ]  # fmt: skip
 
 
@@ -132,6 +135,7 @@ def test_the_defaults_are_seer_s():
         "off",
         "fair_shares",
         "none",
+        "all_at_once",
     ] and policies.ordering == Seer(explore=0.1, seed=0)
 
 

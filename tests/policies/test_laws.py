@@ -186,6 +186,7 @@ def test_no_view_has_a_field_for_a_true_length():
             "roles", "left_tokens", "move_s",
         ),
         "RolesView": ("engines", "drafters", "gain"),
+        "TrajectoryLoad": ("active", "context_tokens", "growth_tokens", "capacity_tokens"),
         "DraftModelsView": ("verified", "drafted", "acceptance", "performance"),
         "DraftView": (
             "right", "proposed", "match_tokens", "slot", "verifications", "drafted_last", "accepted_last", "generated",

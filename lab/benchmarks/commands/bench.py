@@ -10,6 +10,7 @@ import click
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput, did_you_mean
 from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
+from tailrace.lab.benchmarks.commands.agents import command as agents
 from tailrace.lab.benchmarks.commands.calibrate import command as calibrate
 from tailrace.lab.benchmarks.commands.control import command as control
 from tailrace.lab.benchmarks.commands.decoupled import command as decoupled
@@ -51,6 +52,7 @@ def command():
     """Benchmarks. Every figure comes with its baseline, measured in the same run."""
 
 
+command.add_command(agents)
 command.add_command(calibrate)
 command.add_command(decoupled)
 command.add_command(control)

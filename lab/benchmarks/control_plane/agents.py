@@ -1,0 +1,102 @@
+"""Recorded sessions of agents on modelled replicas: Tailrace's core, by whole trajectories, against other routers.
+
+Every system has the same replicas, the same steps and the same bytes of HBM and DRAM. `SIZES`: the KV of the larger
+tier over the mean context of all sessions that are open. Rates are of a window in the midst of a long run.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tailrace.lab.simulator.agents.figures import ASSUMPTIONS, AgentReplica
+from tailrace.lab.simulator.agents.host import AgentHost, Router
+from tailrace.lab.simulator.agents.request import Counts
+from tailrace.lab.simulator.agents.routers import LongestPrefix, RoundRobinPool, Sticky
+from tailrace.lab.simulator.agents.scheduled import Scheduled
+from tailrace.lab.simulator.agents.trace import Session
+
+SIZES = {"plenty": 1.5, "all": 1.0, "half": 0.5, "quarter": 0.25}
+
+MARGIN = 32
+"""Requests by which `prefix` lets a replica be busier than the least busy one: the best of 4, 8, 16 and 32 at `all`; at
+`plenty` they are alike."""
+
+DRAFTS = {"tailrace": 2.36, "others": 2.04}
+"""Tokens a verification with --drafts: completions of code with 15 mates, by our index and by Arctic's rule, which is
+vLLM's suffix decoding (docs/measurements/drafts.md). Each verifies four more tokens than without."""
+
+WARM_SHARE, MEASURED_SHARE = 0.25, 0.5
+"""Turns before the window, and in it, as shares of all turns of the trace."""
+
+
+def measure(
+    sessions: Sequence[Session], model: AgentReplica, replicas: int, drafts: bool, sizes: Sequence[str],
+    gap_cap_s: float, say: Callable[[str], None],
+) -> dict:  # fmt: skip
+    """Returns `sizes`: for each of them the figures of Tailrace, its ratios to the best rival and to `sticky`, and the
+    rivals' figures; `assumptions` with their sources.
+    """
+    turns = [turn for session in sessions for turn in session.turns]
+    context = sum(turn.context for turn in turns) / len(turns)
+    whole_s = sum(map(model.work_s, turns)) / len(sessions)
+    most = replicas * max(model.hbm_tokens, model.dram_tokens + model.ssd_tokens)
+    found = {}
+    for size in sizes:
+        load = max(1, round(most / context / SIZES[size]))
+        systems = {}
+        for name, router in _routers().items():
+            made = DRAFTS.get(name, DRAFTS["others"]) if drafts else 1.0
+            host = AgentHost(sessions, model, replicas, router, load, (made, 5.0 if drafts else 1.0))
+            counts, took_s = host.run(int(WARM_SHARE * len(turns)), int(MEASURED_SHARE * len(turns)))
+            systems[name] = _figures(counts, took_s, whole_s)
+            say(f"{size}, {load} sessions, {name}: {systems[name]}")
+        found[size] = {"sessions": load} | _compared(systems)
+    return {
+        "replicas": replicas,
+        "sessions_recorded": len(sessions),
+        "turns": len(turns),
+        "mean_context_tokens": round(context),
+        "hbm_tokens": model.hbm_tokens * replicas,
+        "dram_tokens": model.dram_tokens * replicas,
+        "gap_cap_s": gap_cap_s,
+        "drafts": DRAFTS if drafts else None,
+        "sizes": found,
+        "assumptions": ASSUMPTIONS,
+    }
+
+
+def _routers() -> dict[str, Router]:
+    return {
+        "sticky": Sticky(),
+        "prefix": LongestPrefix(MARGIN),
+        "round_robin_pool": RoundRobinPool(),
+        "tailrace": Scheduled(),
+    }
+
+
+def _figures(counts: Counts, took_s: float, whole_s: float) -> dict:
+    """Returns the figures of one system. A trajectory is `whole_s` of work: a turn counts by its own."""
+    known = max(1, counts.known)
+    first_s, late_s = np.percentile(counts.waits, (50, 99)) if counts.waits else (0.0, 0.0)
+    return {
+        "trajectories_per_h": round(counts.work_s / whole_s / took_s * 3600, 2),
+        "recomputed_share": round(counts.recomputed / known, 4),
+        "ttft_p50_s": round(float(first_s), 2),
+        "ttft_p99_s": round(float(late_s), 2),
+        "hits": {tier: round(getattr(counts, tier) / known, 4) for tier in ("hbm", "dram", "ssd")},
+        "preemptions": counts.preemptions,
+        "suspended": counts.suspended,
+    }
+
+
+def _compared(systems: dict[str, dict]) -> dict:
+    ours, rivals = systems["tailrace"], {name: of for name, of in systems.items() if name != "tailrace"}
+    rate = ours["trajectories_per_h"]
+    best = max(rivals, key=lambda name: rivals[name]["trajectories_per_h"])
+    return {
+        "ratio_to_best": round(rate / rivals[best]["trajectories_per_h"], 3),
+        "ratio_to_sticky": round(rate / rivals["sticky"]["trajectories_per_h"], 3),
+        "best": best,
+        **ours,
+        "rivals": rivals,
+    }

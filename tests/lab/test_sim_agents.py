@@ -1,0 +1,176 @@
+"""Sessions of agents in the simulator: the trace, caches, one engine's time, and the routers on a small trace."""
+
+import gzip
+import json
+
+import pytest
+
+from tailrace.app.cli import run
+from tailrace.lab.simulator.agents.caches import ContextCache, Tiers
+from tailrace.lab.simulator.agents.figures import agent_replica
+from tailrace.lab.simulator.agents.host import AgentHost
+from tailrace.lab.simulator.agents.routers import LongestPrefix, RoundRobinPool, Sticky
+from tailrace.lab.simulator.agents.scheduled import Scheduled
+from tailrace.lab.simulator.agents.trace import Session, Turn, read_sessions
+
+MODEL = agent_replica("H100", "Qwen2.5-7B-Instruct-1M", 1, 80e9, 0.0)
+
+
+def request(tokens: int, out: int, parent: int | None, shared: int, **more) -> dict:
+    return {"t": 0.0, "in": tokens, "out": out, "parent": parent, "shared": shared, "think_s": 5.0} | more
+
+
+def written(tmp_path, *requests: dict, name: str = "trace.jsonl"):
+    path = tmp_path / name
+    text = json.dumps({"id": "s", "requests": requests}) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return path
+
+
+def sessions(count: int = 60, turns: int = 12, context: int = 60_000) -> list[Session]:
+    """Sessions that grow by 1,000 tokens a turn."""
+    steps = [
+        Turn(
+            after=i - 1 if i else None,
+            gap_s=8.0,
+            line=0,
+            source=0 if i else None,
+            context=context + 1_000 * i,
+            known=context + 1_000 * (i - 1) + 300 if i else 0,
+            out=300,
+            ends_line=i == turns - 1,
+        )
+        for i in range(turns)
+    ]
+    return [Session(f"s{n}", tuple(steps)) for n in range(count)]
+
+
+# ---- the trace -----------------------------------------------------------------------------------------
+
+
+def test_a_request_extends_its_line_or_begins_a_branch(tmp_path):
+    path = written(
+        tmp_path,
+        request(1_000, 100, None, 0),
+        request(1_500, 50, 0, 960, think_s=900.0),  # extends: all but a block of the prompt before is shared
+        request(1_100, 50, 1, 512),  # compaction
+        request(600, 10, 2, 512, agent=7),  # a sub-agent, while the line before goes on
+        request(1_400, 10, 2, 1_088),
+        name="trace.jsonl.gz",
+    )
+    (session,) = read_sessions(path, gap_cap_s=60.0, max_context=10_000)
+    lines = [(turn.line, turn.source, turn.known, turn.forks, turn.ends_line) for turn in session.turns]
+    assert lines == [
+        (0, None, 0, False, False),
+        (0, 0, 1_100, False, False),
+        (2, 0, 512, False, False),
+        (3, 2, 512, True, True),
+        (2, 2, 1_150, False, True),
+    ]
+    assert [turn.after for turn in session.turns] == [None, 0, 1, 2, 2]
+    assert session.turns[1].gap_s == 60.0 and session.turns[2].gap_s == 5.0
+    (cut,) = read_sessions(path, gap_cap_s=60.0, max_context=1_540)
+    assert len(cut.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ({"in": 0}, "line 1, requests.1.in: 0"),
+        ({"out": "5"}, "line 1, requests.1.out: '5'"),
+        ({"shared": 9_999}, "line 1, requests.1.shared: 9999 of 700"),
+        ({"parent": 1}, "line 1, requests.1.parent: 1"),
+        ({"think_s": -1}, "line 1, requests.1.think_s: -1"),
+    ],
+)
+def test_errors_of_a_trace_name_file_line_and_key(tmp_path, broken, named):
+    path = written(tmp_path, request(500, 5, None, 0), request(700, 5, 0, 448) | broken)
+    with pytest.raises(ValueError, match=named) as caught:
+        read_sessions(path, 60.0, 10_000)
+    assert str(path) in str(caught.value)
+
+
+# ---- caches ----------------------------------------------------------------------------------------------
+
+
+def test_a_cache_drops_the_ends_of_what_was_used_least_recently():
+    cache = ContextCache(100)
+    cache.put("a", 60)
+    cache.put("b", 40)
+    cache.use("a")
+    cache.put("c", 30)
+    assert (cache.of("a"), cache.of("b"), cache.of("c"), cache.tokens) == (60, 10, 30, 100)
+    assert cache.take("a", but=20) == 40 and cache.of("a") == 20
+
+
+def test_what_dram_puts_out_lies_on_ssd():
+    tiers = Tiers(100, 200)
+    tiers.put("a", 80)
+    tiers.put("b", 80)
+    assert tiers.find("a") == (80, True) and tiers.find("b") == (80, False) and tiers.capacity == 300
+    tiers.drop("a")
+    assert tiers.find("a")[0] == 0
+
+
+# ---- time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("router", [Sticky, RoundRobinPool, Scheduled, lambda: LongestPrefix(4)])
+def test_one_session_alone_takes_the_time_of_its_own_steps(router):
+    (session,) = sessions(1, turns=3)
+    _, took_s = AgentHost([session], MODEL, 1, router(), 1).run(0, 3)
+    step, expected_s = MODEL.step, 2 * 8.0
+    for turn in session.turns:
+        new = turn.context - turn.known // 16 * 16
+        prefill_s = new * (step.token_s + MODEL.attention_s * (turn.context - new / 2))
+        prefill_s += new / MODEL.step_tokens * step.base_s
+        expected_s += prefill_s + 299 * (step.base_s + step.token_s + step.context_s * (turn.context + 150))
+    assert took_s == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_the_same_run_gives_the_same_counts_and_its_tokens_are_all_there():
+    runs = [AgentHost(sessions(), MODEL, 2, Scheduled(), 12).run(40, 100) for _ in range(2)]
+    assert runs[0] == runs[1]
+    counts, _ = runs[0]
+    assert counts.hbm + counts.dram + counts.recomputed == pytest.approx(counts.known, rel=0.01)
+
+
+def test_trajectories_that_fit_compute_next_to_nothing_again_where_others_thrash():
+    load = 2 * 2 * MODEL.dram_tokens // 66_000  # twice what the pool holds
+    ours, ours_s = AgentHost(sessions(), MODEL, 2, Scheduled(), load).run(150, 300)
+    theirs, theirs_s = AgentHost(sessions(), MODEL, 2, Sticky(), load).run(150, 300)
+    assert ours.recomputed / ours.known < 0.03
+    assert theirs.recomputed / theirs.known > 0.5
+    assert theirs_s > 1.5 * ours_s
+
+
+# ---- the command -----------------------------------------------------------------------------------------
+
+
+def test_bench_agents_compares_tailrace_with_the_best_rival(tmp_path, capsys):
+    grown = [request(40_000 + 2_000 * i, 200, i - 1 if i else None, 40_000 + 2_000 * i - 2_064 if i else 0)
+             for i in range(8)]  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "requests": grown}) + "\n" for n in range(40)))
+    given = ["--trace", str(path), "--sizes", "half", "--replicas", "1", "--dram-gb", "10", "--json"]
+    assert run(["bench", "agents", *given]) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    half = result["sizes"]["half"]
+    best = max(rival["trajectories_per_h"] for rival in half["rivals"].values())
+    assert half["ratio_to_best"] == pytest.approx(half["trajectories_per_h"] / best, abs=1e-3)
+    assert set(half["rivals"]) == {"sticky", "prefix", "round_robin_pool"} and result["assumptions"]["pool"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--sizes", "third"], "--sizes third"),
+        (["--model", "Qwen"], "--model"),
+        (["--model", "Kimi-K2", "--gpus-per-replica", "32"], "has experts"),
+        (["--max-context", "900000"], "--max-context 900000"),
+        ([], "no.jsonl: cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(capsys, given, named):
+    assert run(["bench", "agents", "--trace", "no.jsonl", *given]) == 2
+    assert named in capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,0 +1,174 @@
+"""Trajectories: admission by KV, KV kept between turns, suspension, branches; and the laws over random plays."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from kv_ledger import new_samples
+from performances import performance
+from rollout_machine import TURNS, play, replay
+from test_kv_cases import of, stored
+from test_rollout_cases import join, submit, tick
+
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.families.trajectories import ByKv
+from tailrace.policies.models.gap_belief import PRIOR_S, GapBelief
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import EndSample, ReleaseCause, ReleaseKv, StartChunk
+from tailrace.policies.protocol.views import TrajectoryLoad
+
+BY_KV = {"type": "by_kv", "full_share": 1.0, "growth_share": 0.0}
+
+
+def core_of(policy: dict = BY_KV, **replicas) -> RolloutCore:
+    placement = {"type": "cost_aware", "pull_from_tokens": 1}
+    core = RolloutCore(Policies(ordering="fcfs", placement=placement, trajectories=policy))
+    for replica_id, blocks in replicas.items():
+        core.observe(join(replica_id, blocks))
+        core.observe(ev.ReplicaMeasured(0.0, replica_id, performance(chunk=0.01)))
+    return core
+
+
+def spec(name: str, prompt_tokens: int = 64, follows: str | None = None) -> ev.GroupSpec:
+    return ev.GroupSpec(name, prompt_tokens, 1, 16, hold_s=600.0, follows=follows)
+
+
+def run_turn(core: RolloutCore, name: str, kv_tokens: int = 0) -> None:
+    """Submits a trajectory, and runs its first turn of 16 tokens."""
+    submit(core, spec(name), batch_id=name)
+    (start,) = of(StartChunk, tick(core))
+    stored(core, start, kv_tokens, end="stop")
+    tick(core)
+
+
+@pytest.mark.parametrize("changes", [{"full_share": 0.3}, {"full_share": 0.6, "growth_share": 0.5}, {"keep_from_s": 0}])
+def test_the_laws_hold_over_random_plays_of_turns(changes):
+    policies = Policies(ordering="seer", placement="cost_aware", trajectories={"type": "by_kv"} | changes)
+
+    @seed(1)
+    @settings(max_examples=25, deadline=None, database=None)
+    @given(data=st.binary(min_size=250, max_size=250))
+    def run(data):
+        played = play(policies, data, operations=TURNS)
+        core, known = played.core, {}
+        for event, _ in played.steps:
+            if isinstance(event, ev.SamplesSubmitted):
+                list(new_samples(event, known))
+        ends = Counter(action.sample_id for action in played.actions(EndSample))
+        assert sum(known.values()) == len(ends) and set(ends.values()) <= {1}, "each sample ends once"
+        assert not (played.starved or played.changed or played.stale or played.closed)
+        assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
+        book = core._trajectories
+        assert not (book._active or book._parked or book._pauses or book._suspended or book._followed or book._tokens)
+        assert all(view.kv_free_tokens == view.kv_capacity_tokens for view in core.replicas.views())
+        assert replay(policies, played.steps) == [actions for _, actions in played.steps], "law 4"
+
+    run()
+
+
+def test_a_trajectory_begins_once_its_context_fits_and_the_first_one_always_does():
+    core = core_of(r=20)  # 320 tokens
+    submit(core, spec("a", 200), batch_id="a")
+    submit(core, spec("b", 200), spec("c", 10), batch_id="b")
+    assert [start.sample_id for start in of(StartChunk, tick(core))] == ["a#0"], "c is behind b"
+    assert core.awaited.by(core.sample("b#0")) == "KV of trajectories that began before"
+    core.observe(ev.SampleCancelled(0.0, "a#0"))
+    core.observe(ev.ChunkFinished(0.0, "a#0:0", 16, ev.ChunkEnd.STOP, 0))
+    assert [start.sample_id for start in of(StartChunk, tick(core))] == ["b#0", "c#0"]
+
+
+def test_without_a_policy_all_begin_at_once():
+    core = core_of("all_at_once", r=20)
+    submit(core, spec("a", 150), spec("b", 100), batch_id="a")
+    assert len(of(StartChunk, tick(core))) == 2
+
+
+def test_the_pool_counts_where_it_holds_more_than_the_replicas():
+    core = core_of(r=20)
+    core.observe(ev.PoolReported(0.0, 1_000, 0, 0.0))
+    for name in "abcd":
+        submit(core, spec(name, 250), batch_id=name)
+    tick(core)
+    assert sum(core._trajectories.is_parked(core.sample(f"{name}#0")) for name in "abcd") == 0
+
+
+def test_kv_that_only_the_replica_has_is_kept_until_another_sample_waits():
+    core = core_of(BY_KV | {"full_share": 0.9, "keep_from_s": 0.01}, r=20)
+    core.observe(ev.PoolReported(0.0, 10_000, 0, 0.0))
+    run_turn(core, "a")
+    assert core.replicas.view("r").kv_free_tokens == 320 - 80
+    submit(core, spec("b", 280), batch_id="b")
+    assert [start.sample_id for start in of(StartChunk, tick(core))] == ["b#0"]
+    core.observe(ev.SampleReturned(1.0, "a#0", 8, 16, 600.0))
+    assert not of(StartChunk, tick(core, 1.0))
+
+
+def test_kv_that_the_pool_brings_back_at_once_is_not_kept():
+    core = core_of(r=20)
+    core.observe(ev.ReplicaMeasured(1.0, "r", performance(100.0, 20_000.0, at=1.0)))
+    run_turn(core, "a", kv_tokens=80)
+    assert core.replicas.view("r").kv_free_tokens == 320
+
+
+def test_contexts_that_outgrow_the_kv_suspend_the_newest_trajectory():
+    core = core_of(r=20)
+    run_turn(core, "a", 80)
+    run_turn(core, "b", 80)
+    core.observe(ev.SampleReturned(1.0, "a#0", 150, 16, 600.0))
+    (start,) = of(StartChunk, tick(core, 1.0))
+    stored(core, start, 246, end="stop")
+    actions = tick(core, 2.0)
+    assert [(a.sample_id, a.cause) for a in of(ReleaseKv, actions)] == [("b#0", ReleaseCause.SUSPENDED)]
+    core.observe(ev.SampleReturned(3.0, "b#0", 8, 16, 600.0))
+    assert not of(StartChunk, tick(core, 3.0)), "a has what b needs"
+    core.observe(ev.SampleCancelled(4.0, "a#0"))
+    assert [start.sample_id for start in of(StartChunk, tick(core, 4.0))] == ["b#0"]
+
+
+def test_a_branch_takes_the_place_and_the_replica_of_the_sample_that_it_follows():
+    core = core_of(r=20, s=42)
+    for replica_id in "rs":
+        core.observe(ev.ReplicaMeasured(1.0, replica_id, performance(1.0, 0.0, at=1.0)))
+    run_turn(core, "a")
+    replica_id = core.sample("a#0").last_replica
+    submit(core, spec("big", 500), batch_id="big")
+    tick(core)
+    submit(core, spec("next", 600), spec("branch", 70, follows="a#0"), batch_id="b")
+    (start,) = [s for s in of(StartChunk, tick(core)) if s.sample_id == "branch#0"]
+    assert start.replica_id == replica_id and core._trajectories.is_parked(core.sample("next#0"))
+    submit(core, spec("late", 16, follows="nobody#0"), batch_id="late")
+    assert core.sample("late#0") is not None
+
+
+def test_changed_weights_and_lost_replicas_keep_no_kv():
+    core = core_of(r=20, s=20)
+    run_turn(core, "a")
+    core.observe(ev.WeightsChanged(1.0, 1))
+    assert {view.kv_free_tokens for view in core.replicas.views()} == {320}
+    run = core_of(r=20)
+    run_turn(run, "a")
+    run.observe(ev.ReplicaLeft(1.0, "r", "gone"))
+    run.observe(join("r", 20))
+    assert run.replicas.view("r").kv_free_tokens == 320
+
+
+def test_by_kv_holds_a_share_of_the_expected_growth_free():
+    policy = ByKv(full_share=0.9, growth_share=0.5)
+    load = TrajectoryLoad(active=2, context_tokens=300, growth_tokens=100.0, capacity_tokens=1_000)
+    assert policy.fits(load, 450) and not policy.fits(load, 451)
+    assert policy.is_overfull(load._replace(context_tokens=901)) and not policy.is_overfull(load)
+    assert policy.keeps(5.0, 1.0, waits=False) and not policy.keeps(5.0, 1.0, waits=True)
+
+
+def test_gaps_are_learnt_from_the_trajectory_itself_and_from_all():
+    gaps = GapBelief()
+    assert gaps.expected_s("a") == PRIOR_S
+    for _ in range(20):
+        gaps.learn("a", 2.0)
+    assert gaps.expected_s("a") < 2.2 and gaps.expected_s("b") < PRIOR_S / 2
+    gaps.follow("c", of="a")
+    assert gaps.expected_s("c") == gaps.expected_s("a")
+    gaps.forget("a")
+    assert gaps.expected_s("a") == gaps.expected_s("b")
