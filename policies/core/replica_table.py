@@ -15,8 +15,9 @@ from tailrace.policies.protocol.views import ReplicaView
 
 
 class _ReplicaRow:
-    __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry", "free_blocks",
-                 "held", "kept", "max_running", "methods", "node_id", "performance", "version")  # fmt: skip
+    __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry",
+                 "free_blocks", "held", "kept", "max_running", "methods", "node_id", "performance",
+                 "version")  # fmt: skip
 
 
 class ReadOnlyReplicas:
