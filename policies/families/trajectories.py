@@ -1,4 +1,4 @@
-"""Trajectories: how many samples of several turns are active at once, and which keep their KV between two turns.
+"""ActiveTrajectories: how many samples of several turns are active at once, and which keep their KV between two turns.
 
 Contract: answers depend on the arguments alone. An active trajectory has begun and not ended; its KV lies on a replica
 or in the pool. The core begins the others in order of arrival, and at least one is always active. A member that is not
@@ -13,7 +13,7 @@ from tailrace.policies.protocol.views import TrajectoryLoad
 
 
 @runtime_checkable
-class Trajectories(Protocol):
+class ActiveTrajectories(Protocol):
     on: bool
 
     def fits(self, load: TrajectoryLoad, context_tokens: int) -> bool:
