@@ -1,4 +1,4 @@
-"""ActiveTrajectories, samples of several turns: which are active, and which keep their KV on a replica between two turns.
+"""Trajectories, samples of several turns: which are active, and which keep their KV on a replica between two turns.
 
 A sample with a further turn begins only if the policy says that its KV fits; until then it is parked, in order of
 arrival. Between two turns its KV is kept on its replica if it is dear to bring back: the room counts as taken until

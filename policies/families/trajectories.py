@@ -1,4 +1,4 @@
-"""ActiveTrajectories: how many samples of several turns are active at once, and which keep their KV between two turns.
+"""Trajectories: how many samples of several turns are active at once, and which keep their KV between two turns.
 
 Contract: answers depend on the arguments alone. An active trajectory has begun and not ended; its KV lies on a replica
 or in the pool. The core begins the others in order of arrival, and at least one is always active. A member that is not
