@@ -111,6 +111,7 @@ FAMILY_MEANINGS = {
     "tail": "how many replicas stay as the batch shrinks",
     "racing": "which samples run twice, with another draft method",
     "lanes": "which samples share a replica, by what is known of their lengths",
+    "trajectories": "which samples of several turns are active, and keep their KV between turns",
 }
 
 

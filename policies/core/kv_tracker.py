@@ -32,6 +32,7 @@ class KvTracker:
         self._held: dict[str, Sample] = {}
         self._groups: dict[str, None] = {}  # groups that have stored KV: their prompts' KV
         self._report: PoolReported | None = None  # the newest; None once it has been acted upon
+        self.capacity_tokens = 0  # of the pool, by the newest report
         self._reported_at = self._made_room_at = float("-inf")
 
     def version(self, sample: Sample, present: int | None = None) -> int:
@@ -109,6 +110,7 @@ class KvTracker:
         """Records the use of the pool. A late report changes nothing (law 8)."""
         if event.observed_at >= self._reported_at:
             self._report, self._reported_at = event, event.observed_at
+            self.capacity_tokens = event.capacity_tokens
 
     def make_room(self, now: float, waiting: WaitQueue) -> list[ReleaseKv]:
         """Releases KV of waiting and held samples if the pool is full by its newest report, until it is roomy by these

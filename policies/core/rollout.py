@@ -93,7 +93,7 @@ class RolloutCore:
         self._drain = Drain(policies.kv_on_update, self.replicas, self._waiting, self._running, self._buffer)
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._failures = Failures(self.replicas, self._running)
-        self._trajectories = TrajectoryBook(policies.trajectories, self.replicas)
+        self._trajectories = TrajectoryBook(policies.trajectories, self.replicas, self._kv)
         self._held = HeldSamples()
         self.awaited = Awaited(self._failures, self._unassigned, self._trajectories, self._lanes)
         self._outbox: list[Action] = []
@@ -118,9 +118,7 @@ class RolloutCore:
         batch = self._buffer.batches[event.batch_id]
         self._lengths.admit(batch, groups)
         self._unassigned.add(groups)
-        for group in groups:
-            if group.spec.follows is not None:
-                self._trajectories.follow(group.samples[0], self._buffer.samples.get(group.spec.follows))
+        self._trajectories.follow(groups, self._buffer.samples)
         for sample in added:
             self._join(sample)
         for group in groups:
@@ -239,10 +237,6 @@ class RolloutCore:
         for replica_id in self.replicas.ready():
             self._waiting.look_at(replica_id)
 
-    def _pool_reported(self, event: ev.PoolReported) -> None:
-        self._kv.report(event)
-        self._trajectories.capacity_tokens = event.capacity_tokens
-
     # ---- decide ----------------------------------------------------------------------------------
 
     def decide(self, tick: ev.Tick) -> tuple[Action, ...]:
@@ -259,8 +253,7 @@ class RolloutCore:
             self._outbox += self._kv.release_all_stale()
             for sample in freed:
                 self._queue(sample)
-        for sample in self._trajectories.suspended():
-            self._outbox += self._kv.suspend(sample)
+        self._outbox += self._trajectories.suspend()
         self._begin_trajectories()
         homes = self._start_waiting(tick.now)
         staying = self.replicas.staying
@@ -395,9 +388,7 @@ class RolloutCore:
             self._queue(sample)
 
     def _put(self, sample: Sample) -> None:
-        """Queues a waiting sample with the KV its next chunk needs: context and all tokens it may make. A trajectory
-        that may not begin yet is parked instead.
-        """
+        """Queues a waiting sample with the KV that its next chunk needs at most, unless it is parked."""
         if self._trajectories.parks(sample):
             return
         self._lengths.queue(sample)
@@ -527,6 +518,6 @@ _HANDLERS = {
     ev.ReplicasReserved: lambda core, event: core._scaling.reserve(event.replicas),
     ev.WeightsChanged: RolloutCore._weights_changed,
     ev.ReplicaMeasured: lambda core, event: core.replicas.measure(event),
-    ev.PoolReported: RolloutCore._pool_reported,
+    ev.PoolReported: lambda core, event: core._kv.report(event),
     ev.KvLost: lambda core, event: core._kv.lose(event.sample_ids),
 }

@@ -8,14 +8,17 @@ sample that it follows. Invariant: without a policy that is `on`, all of this is
 O(log samples) an event.
 """
 
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import Sample
+from tailrace.policies.core.request_buffer import Group, Sample
 from tailrace.policies.core.sample_states import ENDED, HELD
-from tailrace.policies.families.trajectories import Trajectories
+from tailrace.policies.families.trajectories import ActiveTrajectories
 from tailrace.policies.models.gap_belief import GapBelief
+from tailrace.policies.protocol.actions import ReleaseKv
 from tailrace.policies.protocol.views import TrajectoryLoad
 
 PRIOR_ENDS = 8.0
@@ -33,11 +36,10 @@ class _Pause:
 
 
 class TrajectoryBook:
-    """`table` counts kept KV as taken. `capacity_tokens`: of the pool, as it was reported last."""
+    """`table` counts kept KV as taken. `kv`: knows what the pool can hold, and releases."""
 
-    def __init__(self, policy: Trajectories, table: ReplicaTable):
-        self._policy, self._table, self.on = policy, table, policy.on
-        self.capacity_tokens = 0
+    def __init__(self, policy: ActiveTrajectories, table: ReplicaTable, kv: KvTracker):
+        self._policy, self._table, self._kv, self.on = policy, table, kv, policy.on
         self._gaps = GapBelief()
         self._active: dict[str, int] = {}  # by sample id: tokens of context
         self._tokens = 0  # sum of these
@@ -83,20 +85,23 @@ class TrajectoryBook:
     def is_parked(self, sample: Sample) -> bool:
         return sample.sample_id in self._parked
 
-    def follow(self, sample: Sample, of: Sample | None) -> None:
-        """Lets a new sample take the place of an active one, on whose replica part of its KV lies."""
-        if not self.on or of is None or of.sample_id not in self._active:
-            return
-        self._unkeep(of.sample_id)
-        self._gaps.follow(sample.sample_id, of.sample_id)
-        self._followed.add(of.sample_id)
-        self._begin(sample)
-        sample.last_replica, sample.last_node = of.last_replica, of.last_node
+    def follow(self, groups: Iterable[Group], samples: Mapping[str, Sample]) -> None:
+        """Lets the first samples of new groups take the places of active ones, on whose replicas part of their KV
+        lies.
+        """
+        for group in groups if self.on else ():
+            of, sample = samples.get(group.spec.follows), group.samples[0]
+            if of is not None and of.sample_id in self._active:
+                self._unkeep(of.sample_id)
+                self._gaps.follow(sample.sample_id, of.sample_id)
+                self._followed.add(of.sample_id)
+                self._begin(sample)
+                sample.last_replica, sample.last_node = of.last_replica, of.last_node
 
     def _load(self) -> TrajectoryLoad:
         begun_tokens = self._begun_tokens / self._begun if self._begun else 0.0
         growth_tokens = (self._grown + PRIOR_ENDS * begun_tokens) / (self._ended + PRIOR_ENDS)
-        capacity_tokens = max(self.capacity_tokens, self._table.total_tokens)
+        capacity_tokens = max(self._kv.capacity_tokens, self._table.total_tokens)
         return TrajectoryLoad(len(self._active), self._tokens, growth_tokens, capacity_tokens)
 
     def _fits(self, sample: Sample) -> bool:
@@ -203,8 +208,8 @@ class TrajectoryBook:
             if pause.replica_id == replica_id:
                 pause.replica_id = None
 
-    def suspended(self) -> list[Sample]:
-        """Returns pausing samples that have to give up all KV, and suspends them."""
+    def suspend(self) -> list[ReleaseKv]:
+        """Suspends pausing samples until contexts fit, the newest first. Releases their KV."""
         found = []
         while self._newest and len(self._active) > 1 and self._policy.is_overfull(self._load()):
             name = heappop(self._newest)[2]
@@ -213,7 +218,7 @@ class TrajectoryBook:
             self._unkeep(name)
             self._tokens -= self._active.pop(name)
             self._suspended.add(name)
-            found.append(pause.sample)
+            found += self._kv.suspend(pause.sample)
         return found
 
     def _unkeep(self, name: str) -> bool:

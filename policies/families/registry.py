@@ -36,7 +36,7 @@ from tailrace.policies.families.prefetch import NextUp, Prefetching, PrefetchPol
 from tailrace.policies.families.racing import NoRacing as NoRaces
 from tailrace.policies.families.racing import Racing, RacingPolicy
 from tailrace.policies.families.tail import Hold, Tail, TailPolicy
-from tailrace.policies.families.trajectories import AllAtOnce, Trajectories, TrajectoriesPolicy
+from tailrace.policies.families.trajectories import ActiveTrajectories, AllAtOnce, TrajectoriesPolicy
 from tailrace.policies.protocol.file_keys import without_constants
 
 OrderingPolicy = Annotated[BuiltInOrdering | HistoPipe, Field(discriminator="type")]
@@ -54,7 +54,7 @@ FAMILIES = {
     "racing": (RacingPolicy, Racing),
     "fairness": (FairnessPolicy, Fairness),
     "lanes": (LanesPolicy, Lanes),
-    "trajectories": (TrajectoriesPolicy, Trajectories),
+    "trajectories": (TrajectoriesPolicy, ActiveTrajectories),
 }
 
 

@@ -13,7 +13,7 @@ from tailrace.policies.protocol.views import TrajectoryLoad
 
 
 @runtime_checkable
-class Trajectories(Protocol):
+class ActiveTrajectories(Protocol):
     on: bool
 
     def fits(self, load: TrajectoryLoad, context_tokens: int) -> bool:

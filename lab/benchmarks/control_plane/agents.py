@@ -10,10 +10,10 @@ import numpy as np
 
 from tailrace.lab.simulator.agents.figures import ASSUMPTIONS, AgentReplica
 from tailrace.lab.simulator.agents.host import AgentHost, Router
-from tailrace.lab.simulator.agents.request import Counts
+from tailrace.lab.simulator.agents.request import AgentCounts
 from tailrace.lab.simulator.agents.routers import LongestPrefix, RoundRobinPool, Sticky
 from tailrace.lab.simulator.agents.scheduled import Scheduled
-from tailrace.lab.simulator.agents.trace import Session
+from tailrace.lab.simulator.agents.trace import AgentSession
 
 SIZES = {"plenty": 1.5, "all": 1.0, "half": 0.5, "quarter": 0.25}
 
@@ -30,7 +30,7 @@ WARM_SHARE, MEASURED_SHARE = 0.25, 0.5
 
 
 def measure(
-    sessions: Sequence[Session], model: AgentReplica, replicas: int, drafts: bool, sizes: Sequence[str],
+    sessions: Sequence[AgentSession], model: AgentReplica, replicas: int, drafts: bool, sizes: Sequence[str],
     gap_cap_s: float, say: Callable[[str], None],
 ) -> dict:  # fmt: skip
     """Returns `sizes`: for each of them the figures of Tailrace, its ratios to the best rival and to `sticky`, and the
@@ -46,7 +46,14 @@ def measure(
         systems = {}
         for name, router in _routers().items():
             made = DRAFTS.get(name, DRAFTS["others"]) if drafts else 1.0
-            host = AgentHost(sessions, model, replicas, router, load, (made, 5.0 if drafts else 1.0))
+            host = AgentHost(
+                sessions=sessions,
+                model=model,
+                replicas=replicas,
+                router=router,
+                load=load,
+                drafts=(made, 5.0 if drafts else 1.0),
+            )
             counts, took_s = host.run(int(WARM_SHARE * len(turns)), int(MEASURED_SHARE * len(turns)))
             systems[name] = _figures(counts, took_s, whole_s)
             say(f"{size}, {load} sessions, {name}: {systems[name]}")
@@ -74,7 +81,7 @@ def _routers() -> dict[str, Router]:
     }
 
 
-def _figures(counts: Counts, took_s: float, whole_s: float) -> dict:
+def _figures(counts: AgentCounts, took_s: float, whole_s: float) -> dict:
     """Returns the figures of one system. A trajectory is `whole_s` of work: a turn counts by its own."""
     known = max(1, counts.known)
     first_s, late_s = np.percentile(counts.waits, (50, 99)) if counts.waits else (0.0, 0.0)

@@ -6,7 +6,7 @@ source or the reason why it is assumed in `ASSUMPTIONS`, which `bench agents` pr
 
 from dataclasses import dataclass
 
-from tailrace.lab.simulator.agents.trace import Turn
+from tailrace.lab.simulator.agents.trace import AgentTurn
 from tailrace.lab.simulator.hardware import COMPUTE_SHARE, GPUS, MODELS, SEND_SHARE, nearest, replica_model
 from tailrace.lab.simulator.types import StepModel
 
@@ -56,7 +56,7 @@ class AgentReplica:
     fetch_base_s: float
     step_tokens: int = STEP_TOKENS
 
-    def work_s(self, turn: Turn) -> float:
+    def work_s(self, turn: AgentTurn) -> float:
         """Returns the seconds that a turn takes of a replica whatever its schedule: its new tokens are computed over
         the context, and each token of the answer reads it.
         """

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from tailrace.lab.simulator.agents.caches import Tiers
 from tailrace.lab.simulator.agents.figures import AgentReplica
-from tailrace.lab.simulator.agents.replica import ModelledEngine
-from tailrace.lab.simulator.agents.request import AgentRequest, Counts
-from tailrace.lab.simulator.agents.trace import Session
+from tailrace.lab.simulator.agents.replica import AgentEngine
+from tailrace.lab.simulator.agents.request import AgentCounts, AgentRequest
+from tailrace.lab.simulator.agents.trace import AgentSession
 
 
 class Router(Protocol):
@@ -40,7 +40,7 @@ class SessionRun:
 
     __slots__ = ("left", "number", "session", "waiting")
 
-    def __init__(self, number: int, session: Session):
+    def __init__(self, number: int, session: AgentSession):
         self.number, self.session, self.left = number, session, len(session.turns)
         self.waiting: dict[int | None, list[int]] = {}
         for index, turn in enumerate(session.turns):
@@ -51,7 +51,7 @@ class AgentHost:
     """The loop of the module docstring. `counts`: of the requests that arrive now."""
 
     def __init__(
-        self, sessions: Sequence[Session], model: AgentReplica, replicas: int, router: Router,
+        self, sessions: Sequence[AgentSession], model: AgentReplica, replicas: int, router: Router,
         load: int, drafts: tuple[float, float] = (1.0, 1.0),
     ):  # fmt: skip
         """`drafts`: tokens that a sequence makes in a step, and those that it computes."""
@@ -59,13 +59,22 @@ class AgentHost:
         self.store, stores = self._stores(model, replicas, router.stores)
         rate = model.pool_tokens_s if router.stores == "pool" else model.own_tokens_s
         self.engines = [
-            ModelledEngine(model, index, store, rate, *drafts, self._fetches) for index, store in enumerate(stores)
+            AgentEngine(
+                model=model,
+                index=index,
+                store=store,
+                store_tokens_s=rate,
+                made=drafts[0],
+                cost=drafts[1],
+                arrives=self._fetches,
+            )
+            for index, store in enumerate(stores)
         ]
         self._sessions, self._load = sessions, load
         self._numbers, self._opened = count(), 0
         self._heap: list[tuple] = []
         self._booked = [inf] * replicas
-        self.counts = Counts()
+        self.counts = AgentCounts()
         self.turns = 0  # that have ended
 
     def stored(self, line: object) -> int:
@@ -81,7 +90,7 @@ class AgentHost:
             return pool, [pool] * replicas
         return None, [Tiers(model.dram_tokens, model.ssd_tokens) for _ in range(replicas)]
 
-    def run(self, warm_turns: int, turns: int) -> tuple[Counts, float]:
+    def run(self, warm_turns: int, turns: int) -> tuple[AgentCounts, float]:
         """Runs until `warm_turns` turns have ended, and then `turns` more. Returns the counts and the seconds of
         these.
         """
@@ -90,7 +99,7 @@ class AgentHost:
             self._open()
         self.router.tick()
         self._until(warm_turns)
-        begin_s, self.counts = self.now, Counts()
+        begin_s, self.counts = self.now, AgentCounts()
         self._until(warm_turns + turns)
         return self.counts, self.now - begin_s
 
@@ -135,19 +144,19 @@ class AgentHost:
         engine.submit(request, self.now)
         self._book(engine)
 
-    def _fetches(self, until_s: float, engine: ModelledEngine, request: AgentRequest) -> None:
+    def _fetches(self, until_s: float, engine: AgentEngine, request: AgentRequest) -> None:
         self.at(until_s, self._arrive, engine, request, request.ticket)
 
-    def _arrive(self, engine: ModelledEngine, request: AgentRequest, ticket: int) -> None:
+    def _arrive(self, engine: AgentEngine, request: AgentRequest, ticket: int) -> None:
         engine.arrive(request, ticket, self.now)
         self._book(engine)
 
-    def _book(self, engine: ModelledEngine) -> None:
+    def _book(self, engine: AgentEngine) -> None:
         if engine.due_s < inf and engine.due_s != self._booked[engine.index]:
             self._booked[engine.index] = engine.due_s
             self.at(engine.due_s, self._turn, engine, engine.due_s)
 
-    def _turn(self, engine: ModelledEngine, due_s: float) -> None:
+    def _turn(self, engine: AgentEngine, due_s: float) -> None:
         if engine.due_s != due_s:
             return  # it was booked again since
         self._booked[engine.index] = inf

@@ -25,13 +25,13 @@ WATERMARK = 0.01
 LEAST = 1e-9
 
 
-class ModelledEngine:
+class AgentEngine:
     """`clock_s`: everything is as of then. `store`: DRAM and SSD that it reads; `store_tokens_s`: how fast.
     `made`: tokens that a decoding sequence makes in a step, of which it computes `cost`."""
 
     def __init__(
         self, model: AgentReplica, index: int, store: Tiers | None, store_tokens_s: float, made: float, cost: float,
-        arrives: Callable[[float, "ModelledEngine", AgentRequest], None],
+        arrives: Callable[[float, "AgentEngine", AgentRequest], None],
     ):  # fmt: skip
         self.model, self.index, self.store, self._store_tokens_s = model, index, store, store_tokens_s
         self._made, self._cost, self._arrives = made, cost, arrives

@@ -15,7 +15,7 @@ class AgentRequest:
     __slots__ = ("arrived_s", "cacheable", "context", "counts", "forks", "index", "known", "left", "line", "made",
                  "number", "run", "sample", "since", "source", "ticket", "tokens", "turn")  # fmt: skip
 
-    def __init__(self, run: "SessionRun", index: int, counts: "Counts", arrived_s: float):
+    def __init__(self, run: "SessionRun", index: int, counts: "AgentCounts", arrived_s: float):
         self.run, self.index, self.counts, self.arrived_s = run, index, counts, arrived_s
         turn = self.turn = run.session.turns[index]
         self.line = (run, turn.line)
@@ -65,7 +65,7 @@ class AgentRequest:
 
 
 @dataclass(slots=True)
-class Counts:
+class AgentCounts:
     """Sums over requests: tokens by source, and seconds to first tokens."""
 
     hbm: int = 0

@@ -23,6 +23,10 @@ class Unscheduled:
     def asks(self, request: AgentRequest) -> None:
         self._host.submit(request, self._choose(request))
 
+    def _choose(self, request: AgentRequest) -> int:
+        """Returns the index of a replica."""
+        raise NotImplementedError
+
     def ended(self, request: AgentRequest, goes_on: bool) -> None:
         """Learns nothing."""
 

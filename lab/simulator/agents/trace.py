@@ -20,7 +20,7 @@ SLACK_TOKENS = 256
 counted answers by their own tokens. The context is then one token longer than before."""
 
 
-class Turn(NamedTuple):
+class AgentTurn(NamedTuple):
     """One request. `after`: index of the request that it waits for, with `gap_s` in between; None: it begins its
     session. `line`: contexts of one line extend each other. `context`: tokens of the prompt, of which `known` are in
     the prompt or the answer of an earlier turn of line `source` (its own, unless it begins a line); None: of none.
@@ -38,12 +38,12 @@ class Turn(NamedTuple):
     ends_line: bool = False
 
 
-class Session(NamedTuple):
+class AgentSession(NamedTuple):
     session_id: str
-    turns: tuple[Turn, ...]
+    turns: tuple[AgentTurn, ...]
 
 
-def read_sessions(path: Path, gap_cap_s: float, max_context: int) -> list[Session]:
+def read_sessions(path: Path, gap_cap_s: float, max_context: int) -> list[AgentSession]:
     """Returns the sessions of a file. Gaps are at most `gap_cap_s`; a session ends before its first context beyond
     `max_context` tokens, answer included. Raises ValueError.
     """
@@ -60,7 +60,7 @@ def read_sessions(path: Path, gap_cap_s: float, max_context: int) -> list[Sessio
     return [session for session in found if session.turns]
 
 
-def _session(place: str, text: str, gap_cap_s: float, max_context: int) -> Session:
+def _session(place: str, text: str, gap_cap_s: float, max_context: int) -> AgentSession:
     try:
         row = json.loads(text)
     except ValueError as error:
@@ -68,7 +68,7 @@ def _session(place: str, text: str, gap_cap_s: float, max_context: int) -> Sessi
     if not isinstance(row, dict) or not isinstance(row.get("requests"), list) or not row["requests"]:
         raise ValueError(f"{place}: requests: give a list with a request at least")
     requests = [_checked(f"{place}, requests.{index}", index, of) for index, of in enumerate(row["requests"])]
-    return Session(str(row.get("id", place)), _marked(list(_turns(requests, gap_cap_s, max_context))))
+    return AgentSession(str(row.get("id", place)), _marked(list(_turns(requests, gap_cap_s, max_context))))
 
 
 def _checked(place: str, index: int, request: object) -> dict:
@@ -92,9 +92,9 @@ def _is_number(value: object, kinds) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _turns(requests: list[dict], gap_cap_s: float, max_context: int) -> Iterator[Turn]:
+def _turns(requests: list[dict], gap_cap_s: float, max_context: int) -> Iterator[AgentTurn]:
     last: dict[object, int] = {}  # by agent: its last request
-    turns: list[Turn] = []
+    turns: list[AgentTurn] = []
     for index, request in enumerate(requests):
         parent, agent = request.get("parent"), request.get("agent")
         after = last.get(agent, parent if parent is not None else (0 if index else None))
@@ -107,19 +107,21 @@ def _turns(requests: list[dict], gap_cap_s: float, max_context: int) -> Iterator
         yield turn
 
 
-def _turn(request: dict, after: int | None, gap_s: float, turns: list[Turn]) -> Turn:
+def _turn(request: dict, after: int | None, gap_s: float, turns: list[AgentTurn]) -> AgentTurn:
     context, out, parent = request["in"], max(1, request["out"]), request.get("parent")
     if parent is None:
-        return Turn(after, gap_s, len(turns), None, context, 0, out)
+        return AgentTurn(after=after, gap_s=gap_s, line=len(turns), source=None, context=context, known=0, out=out)
     before = turns[parent]
     whole = before.context + before.out
     if parent == after and request["shared"] >= before.context - BLOCK_TOKENS and context > whole - SLACK_TOKENS:
-        return Turn(after, gap_s, before.line, before.line, max(context, whole + 1), whole, out)
+        line, context = before.line, max(context, whole + 1)
+        return AgentTurn(after=after, gap_s=gap_s, line=line, source=line, context=context, known=whole, out=out)
     known = min(request["shared"], before.context, context - 1)
-    return Turn(after, gap_s, len(turns), before.line, context, known, out)
+    line, source = len(turns), before.line
+    return AgentTurn(after=after, gap_s=gap_s, line=line, source=source, context=context, known=known, out=out)
 
 
-def _marked(turns: list[Turn]) -> tuple[Turn, ...]:
+def _marked(turns: list[AgentTurn]) -> tuple[AgentTurn, ...]:
     """Marks the branches whose source goes on, and the ends of lines."""
     later: set[int] = set()
     for index in reversed(range(len(turns))):
