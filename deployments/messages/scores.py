@@ -10,8 +10,8 @@ Score = tuple[float, ...]
 """Natural logarithms under the model's own distribution, one for each of SCORED but the first; empty if not known."""
 
 SCORED = tuple(range(100, 132))
-"""Token ids of the sequence: every vocabulary of bytes has them, and their prefill takes one small step. Many vocabularies
-begin with special tokens, after which the demo model's bfloat16 is off by 1.4 nats.
+"""Token ids of the sequence: every vocabulary of bytes has them, and their prefill takes one small step. Many
+vocabularies begin with special tokens, after which the demo model's bfloat16 is off by 1.4 nats.
 """
 
 TOLERANCE = 0.15
