@@ -9,12 +9,14 @@ import numpy as np
 Score = tuple[float, ...]
 """Natural logarithms under the model's own distribution, one for each of SCORED but the first; empty if not known."""
 
-SCORED = tuple(range(32))
-"""Token ids of the sequence: every vocabulary has them, and their prefill takes one small step."""
+SCORED = tuple(range(100, 132))
+"""Token ids of the sequence: every vocabulary of bytes has them, and their prefill takes one small step. Many
+vocabularies begin with special tokens, after which the demo model's bfloat16 is off by 1.4 nats.
+"""
 
-TOLERANCE = 0.1
+TOLERANCE = 0.15
 """Maximum mean difference, in nats, of sound scores that are not equal to the bit: of a trainer, or at `law`. The demo
-model in bfloat16 and in float32 differs by TODO.
+model differs by 0.06 between bfloat16 and float32, and by 0.5 with one of 30 attention outputs zeroed.
 """
 
 BROKEN = -1e9

@@ -68,6 +68,7 @@ SEEDS = {
     ("rewards",): (0, 1),
     ("lanes",): (0,),
     ("lanes", "scarce", "kill", "join"): (2, 3),
+    ("finish", "scarce", "overtaking", "kill", "join"): (0, 1),
 }
 """By the kinds of a run, seeds that find the defects planted in `tests/planted/defects`."""
 
