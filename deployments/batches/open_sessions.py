@@ -8,7 +8,7 @@ depend on the order of requests. Called by `Rollouts` and the coordinator.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
@@ -192,17 +192,18 @@ class OpenSessions:
         """Submits a sample, or its next turn, to the core. Returns Rejected if it refuses it, else None."""
         if self._sessions.get(session.settings.batch_id) is not session:
             return Rejected(reason=f"session {session.settings.batch_id!r} has been closed")
-        batch = session.batch
+        batch, follows = session.batch, None
         if batch is not None and batch.is_open:
             if (sample_id := batch.turn(prepared, request, asked.give, self._observe, self._loop.now())) is not None:
                 self._taken(asked, sample_id, batch.samples[sample_id])
                 return None
-            self._end_held(batch, request.group.prompt_id, request.index)
+            follows = self._end_held(batch, request.group.prompt_id, request.index)
         if batch is None or not batch.is_open:  # also if an error has just ended it
             core_id = self._batches.new_core_id(session.settings.batch_id)
             batch = OpenBatch(session.settings, core_id, self._loop.now())
         new = batch.plan(prepared, request, past)
-        if (refused := self._observe(batch.addition([new.spec], self._loop.now()))) is not None:
+        spec = replace(new.spec, follows=follows)
+        if (refused := self._observe(batch.addition([spec], self._loop.now()))) is not None:
             return refused
         if session.batch is not batch:
             session.batch = batch
@@ -212,13 +213,15 @@ class OpenSessions:
         self._taken(asked, new.sample_id, record)
         return None
 
-    def _end_held(self, batch: OpenBatch, name: str | None = None, index: int | None = None) -> None:
+    def _end_held(self, batch: OpenBatch, name: str | None = None, index: int | None = None) -> str | None:
         """Ends samples between two turns; only those of one group or one index, if given. No request continues them
-        meanwhile: the end would be that of its turn.
+        meanwhile: the end would be that of its turn. Returns the last one, which has not ended before the next event.
         """
-        for sample_id in batch.held.of(name, index):
-            batch.held.drop(sample_id, batch.samples[sample_id])
-            self._loop.tell(ev.SampleCancelled(self._loop.now(), sample_id))
+        ended = None
+        for ended in batch.held.of(name, index):
+            batch.held.drop(ended, batch.samples[ended])
+            self._loop.tell(ev.SampleCancelled(self._loop.now(), ended))
+        return ended
 
     def _taken(self, asked: AskedSample, sample_id: str, record: SampleRecord) -> None:
         asked.take(sample_id, record)

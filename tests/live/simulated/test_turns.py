@@ -65,6 +65,25 @@ def test_turns_have_the_same_tokens_held_or_not_and_in_any_order(play):  # noqa:
     play(story, policies=STAYS)
 
 
+def test_a_branch_takes_the_place_of_the_turns_that_it_follows(play):  # noqa: F811
+    """With KV for one trajectory: another one begins after its branch, not before."""
+    policies = STAYS | {"trajectories": {"type": "by_kv", "full_share": 1e-6}}
+
+    async def story(cluster, client):
+        async with client.open() as session:
+            await session.generate(PROMPT, group="g", index=0, turn=0, max_tokens=20, hold_s=60.0)
+            other = asyncio.ensure_future(session.generate(PROMPT, group="g", index=1, max_tokens=20, hold_s=60.0))
+            await asyncio.sleep(1.0)
+            core = cluster.coordinator.rollouts.core
+            waiting = [one for one in core.samples() if core.awaited.by(one) == "KV of trajectories that began before"]
+            assert len(waiting) == 1 and not other.done()
+            await session.generate((*PROMPT[:-1], 77), group="g", index=0, turn=1, max_tokens=20)
+            assert not other.done()
+            assert (await other).sample.token_ids
+
+    play(story, policies=policies)
+
+
 def test_two_turns_of_one_number_are_the_turn_in_one(play):  # noqa: F811
     """A turn that is split has the tokens of the whole: the key is that of its number."""
 
