@@ -4,7 +4,7 @@ It is made from the model as it computes, so it shows what checksums of a source
 place, or a packed copy of an earlier one. Made by engines and trainers, compared by engines and the coordinator.
 """
 
-import numpy as np
+from math import fsum
 
 Score = tuple[float, ...]
 """Natural logarithms under the model's own distribution, one for each of SCORED but the first; empty if not known."""
@@ -27,4 +27,4 @@ def apart(one: Score, other: Score) -> float:
     """Returns the mean absolute difference of two scores, in nats; infinity if their lengths differ."""
     if len(one) != len(other):
         return float("inf")
-    return float(np.abs(np.subtract(one, other)).mean())
+    return fsum(abs(mine - theirs) for mine, theirs in zip(one, other, strict=True)) / max(1, len(one))

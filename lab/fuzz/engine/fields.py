@@ -200,6 +200,7 @@ CHUNK: dict[str, dict[str, list]] = {
     "weights_version": {USUAL: [0], EDGE: [0], ABSURD: [1, -1, 2**63, 2**64, NAN, None, "x"]},
     "weights_digest": {USUAL: [""], EDGE: ["0" * 16], ABSURD: [*SURROGATES, None, 7]},
     "turn_start": {USUAL: [0], EDGE: [1], ABSURD: [-1, 1_000, 2**31, 2**63, 1.5, NAN, None, "x"]},
+    "routes_from": {USUAL: [0], EDGE: [1], ABSURD: [-1, 1_000, 2**31, 2**63, 1.5, NAN, None, "x"]},
     "forced": {USUAL: [None, [504, 2365]], EDGE: [[], [EOS]], ABSURD: TOKEN_LISTS[ABSURD]},
     "adapter": {USUAL: [None], EDGE: [["a", 1, "0" * 16, "/nowhere"]], ABSURD: [["\ud800", -1, "", ""], [], "x", 7]},
     "traceparent": {USUAL: [None], EDGE: ["x"], ABSURD: [7, *SURROGATES]},

@@ -20,6 +20,7 @@ from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.command import ResetCache
+from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
@@ -188,6 +189,12 @@ def test_a_trainer_that_replays_them_is_nearer_to_the_rollout(engine, folder):
     assert mismatch(exact, results, other) > 10 * mismatch(exact, results, routes)
     rough = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert mismatch(rough, results, routes) < 0.8 * mismatch(rough, results, None)
+
+
+@pytest.mark.parametrize("routes_from", [-1, 1.5, len(PROMPT) + 1, None])
+def test_rows_from_nowhere_are_refused_and_the_engine_lives(engine, routes_from):
+    refused, healthy = run(engine, chunk(routes_from=routes_from), chunk(max_tokens=4))
+    assert isinstance(refused, RequestRefused) and len(healthy.token_ids) == 4
 
 
 def test_json_has_them_as_vllm_has():
