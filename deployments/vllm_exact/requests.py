@@ -83,10 +83,9 @@ class Requests:
             return f"the answer begins at {chunk.prompt_tokens}, {chunk.turn_start} in a context of {context} tokens"
         if chunk.max_tokens < 1:
             return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
-        if not 0 <= chunk.routes_from <= context or chunk.routes_from % 1:
-            return f"routed experts from position {chunk.routes_from} on, of a context of {context} tokens"
-        if not 0 <= chunk.sample_key < 1 << 64:
-            return f"sample_key is {chunk.sample_key}, not an unsigned number of 64 bits"
+        for name, end in (("sample_key", 1 << 64), ("routes_from", context + 1)):
+            if not 0 <= (number := getattr(chunk, name)) < end or number % 1:
+                return f"{name} is {number}, not a whole number from 0 to {end - 1}"
         tokens = chunk.token_ids if chunk.features is None else None  # models put numbers of their own for items
         for name, values in (("the context", tokens), ("forced", chunk.forced)):
             # A step would fail with it; vLLM itself checks the largest one of the context only.
