@@ -167,3 +167,28 @@ def test_the_pool_can_be_drained_under_way(client):
     assert {n: g.samples[0].token_ids for n, g in groups.items()} == {
         n: g.samples[0].token_ids for n, g in again.items()
     }
+
+
+def test_samples_finish_under_their_weights_while_others_begin_under_new_ones(client, served_model):
+    async def story():
+        present = (await client.status()).weights_version
+        policies = moving(kv_on_update="finish")
+        old = asyncio.ensure_future(roll(client, batch("finish-old", max_tokens=120), policies))
+        while not any(b.tokens > 200 for b in (await client.status()).batches):
+            await asyncio.sleep(0.05)
+        loaded = await client.update_weights(present + 1, str(served_model))
+        new = await roll(client, batch("finish-new", max_tokens=16), policies)
+        found = [versions_of(await old), versions_of(new)]
+        while any(one.weights_version != present + 1 for one in (await client.status()).replicas):
+            await asyncio.sleep(0.2)
+        return present, loaded, found
+
+    present, loaded, (old, new) = run(story())
+    assert len(loaded.replicas) == 1, "the other one keeps the old weights for the samples in flight"
+    assert all(len(versions) == 1 for versions in old) and {present} in old
+    assert all(versions == {present + 1} for versions in new)
+
+
+def versions_of(groups: dict) -> list[set[int]]:
+    """The weights versions of each sample's tokens."""
+    return [{one.weights_version for one in sample.segments} for group in groups.values() for sample in group.samples]
