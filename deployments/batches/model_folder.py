@@ -6,6 +6,9 @@ from pathlib import Path
 MEDIA = ("vision", "image", "img", "audio", "video", "visual")
 """Parts of the keys about images, videos or sounds in a model's config.json."""
 
+WHOLE_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Names of the class that takes all of a tokenizer from tokenizer.json, in transformers 5 and before."""
+
 
 def end_tokens(folder: Path, eos_token_id: int | None) -> frozenset[int]:
     """Returns the tokens that end an answer of a model: the tokenizer's, and those in its generation_config.json."""
@@ -18,10 +21,6 @@ def end_tokens(folder: Path, eos_token_id: int | None) -> frozenset[int]:
 def names_media(folder: Path) -> bool:
     """Returns whether a model's config.json has a key about images, videos or sounds. A text-only model has none."""
     return any(word in key for key in json.loads((folder / "config.json").read_text()) for word in MEDIA)
-
-
-WHOLE_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Names of the class that takes all of a tokenizer from tokenizer.json, in transformers 5 and before."""
 
 
 def tokenizer_of(folder: Path):

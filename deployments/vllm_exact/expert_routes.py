@@ -55,7 +55,7 @@ class ExpertRoutes(RoutedExpertsCapturer):
         super().capture(layer_id, topk_ids)
         slots = get_forward_context().slot_mapping
         if layer_id == self._last and isinstance(slots, dict) and self._layer in slots:  # not in a profiling run
-            slots = slots[self._layer][: len(topk_ids)]
+            slots = slots[self._layer]  # -1 for padding; `topk_ids` may be a shard of the step's tokens
             slots = torch.where(slots < 0, self._padding, slots)
             self._tokens[slots] = self.device_buffer[: len(slots)].to(self.output_dtype)
 
