@@ -364,7 +364,7 @@ class RolloutCore:
         if group.home is not None and (group in self._unassigned or not self.replicas.stays(group.home)):
             self._unassigned.add((group,))
             return
-        if sample.home is not None and not self.replicas.stays(sample.home):
+        if group.home is not None or (sample.home is not None and not self.replicas.stays(sample.home)):
             sample.home = group.home
         self._put(sample)
 
