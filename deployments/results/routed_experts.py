@@ -26,7 +26,7 @@ class RoutedExperts:
 
     def __init__(self, array: "np.ndarray"):
         """Takes an array without a copy. Raises ValueError for one of another type or shape."""
-        if array.ndim != 3 or array.dtype.name not in DTYPES:
+        if getattr(array, "ndim", 0) != 3 or array.dtype.name not in DTYPES:
             raise ValueError(f"routed experts are {' or '.join(DTYPES)} [tokens, layers, experts], see R3")
         self.array = array.view()
         self.array.flags.writeable = False
@@ -49,7 +49,10 @@ class RoutedExperts:
             return cls(value)
         import numpy as np
 
-        return cls(np.load(io.BytesIO(b64decode(value, validate=True)), allow_pickle=False))
+        try:
+            return cls(np.load(io.BytesIO(b64decode(value, validate=True)), allow_pickle=False))
+        except EOFError as error:
+            raise ValueError("routed experts: no .npy file in it") from error
 
     def base64(self) -> str:
         """Returns them as vLLM's answers have them."""

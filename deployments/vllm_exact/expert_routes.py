@@ -29,7 +29,7 @@ def check_fits(vllm_config) -> None:
 
 
 class ExpertRoutes(RoutedExpertsCapturer):
-    """Routes of all tokens in the KV cache. `blocks`: uint8 or uint16 [blocks + 1, bytes of a block], on the KV's
+    """Routes of all tokens in the KV cache. `blocks`: uint8 or uint16 [blocks + 1, numbers of a block], on the KV's
     device; the last one takes the rows of padding.
     """
 

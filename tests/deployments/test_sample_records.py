@@ -86,7 +86,9 @@ def test_a_sample_of_a_model_without_experts_has_no_routes():
     assert sample.result_without_text("").routed_experts is None
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((2, 3), np.uint8), np.zeros((2, 3, 1), np.int64), "AAAA", "no base64"])
+@pytest.mark.parametrize(
+    "wrong", [np.zeros((2, 3), np.uint8), np.zeros((2, 3, 1), np.int64), "AAAA", "no base64", "", 3, [1]]
+)
 def test_what_is_no_routes_is_refused(wrong):
     with pytest.raises(ValueError):
         RoutedExperts.of(wrong)
