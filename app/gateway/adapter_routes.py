@@ -53,6 +53,7 @@ def add_adapters(app: FastAPI, service: GatewayService) -> None:
         app.add_api_route(path, load, methods=["POST"], summary="Load an adapter, or its next version")
 
     @app.post("/v1/unload_lora_adapter")
+    @app.post("/unload_lora_adapter")
     async def unload_lora_adapter(request: AdapterUnload, http: Request):
         """Remove an adapter. Samples in flight end with it."""
         client = service.client(http.scope["role"])

@@ -240,9 +240,17 @@ def _add_phases(app: FastAPI, service: GatewayService) -> None:
 
 def _add_info(app: FastAPI, service: GatewayService) -> None:
     @app.get("/server_info")
+    @app.get("/get_server_info")
     async def server_info():
+        """Return what clients read of vLLM's `/server_info`, and of SGLang's: sizes in workers of the engines."""
         status, model = await service.client(Role.OBSERVER).status(), await service.model()
+        ranks = [one.ranks for one in status.replicas]
         return {
+            "tp_size": max(ranks, default=1),
+            "pp_size": 1,
+            "dp_size": len(ranks),
+            "num_gpus": sum(ranks),
+            "enable_memory_saver": False,
             "tailrace": app.version,
             "model": model.root,
             "max_model_len": model.max_model_len,

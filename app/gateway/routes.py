@@ -29,6 +29,7 @@ from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, Wanted
+from tailrace.app.gateway.sglang.routes import add_sglang
 from tailrace.app.gateway.stream_answers import ChatStream, CompletionStream, TokensStream
 from tailrace.app.gateway.tokenizing import add_tokenizing
 from tailrace.app.gateway.trajectories.routes import add_trajectories
@@ -55,6 +56,7 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
     add_tokenizing(app, service)
     add_control(app, service)
     add_adapters(app, service)
+    add_sglang(app, service)
     add_trajectories(app, service, trajectories)
     _add_board(app, service, config)
     add_metrics(app)
@@ -124,6 +126,7 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
         return {}
 
     @app.get("/health")
+    @app.get("/health_generate")
     async def health():
         status = await service.client(Role.OBSERVER).status()
         if status.paused or any(one.ready for one in status.replicas):

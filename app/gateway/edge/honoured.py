@@ -4,7 +4,7 @@ Invariant: no field that could change a token is ignored. Source of names and de
 `entrypoints/openai/{completion,chat_completion}/protocol.py`, `entrypoints/scale_out/token_in_token_out/protocol.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from pydantic import ConfigDict, model_validator
@@ -46,16 +46,19 @@ INSTEAD = {
 
 
 class HonouredFields(RequestObject):
-    """An object of a request. Any field that it does not declare has no effect, or is refused. `instead`: substitutes
-    by field.
+    """An object of a request. Any field that it does not declare has no effect, or is refused. `ignored`, `neutral`:
+    see above; `off`: values without an effect of any field; `instead`: substitutes by field.
     """
 
     model_config = ConfigDict(extra="allow")
+    ignored: ClassVar[Collection[str]] = IGNORED
+    neutral: ClassVar[Mapping[str, Collection]] = NEUTRAL
+    off: ClassVar[Collection] = (None,)
     instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     @model_validator(mode="after")
     def _honoured(self):
         for name, value in (self.model_extra or {}).items():
-            if not (name in IGNORED or value is None or value in NEUTRAL.get(name, ())):
+            if not (name in self.ignored or value in self.off or value in self.neutral.get(name, ())):
                 raise ValueError(f"{name}: {self.instead.get(name, 'not honoured here; remove it')}")
         return self
