@@ -320,6 +320,21 @@ def test_a_page_of_another_site_can_make_a_browser_read_alone(method, origin, st
     assert passed(AccessControl(answering, GatewayConfig()), method=method, **headers)[0] == status
 
 
+def test_a_role_may_be_anyone_s_and_a_wrong_token_has_none(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"observer {TOKEN}\ntrainer anyone\n")
+    access = AccessControl(answering, GatewayConfig(tokens_file=str(path)), nobodys)
+    assert passed(access)[1]["role"] is Role.TRAINER
+    assert passed(access, authorization=f"Bearer {TOKEN}")[1]["role"] is Role.OBSERVER
+    assert passed(access, authorization=f"Bearer {TOKEN[:-1]}")[0] == 401
+    assert passed(access, path="/v1/trajectories/1/rewards", authorization="Bearer other")[0] == 401
+
+
+async def nobodys(trajectory: str, key: bytes) -> bool:
+    """No key is a trajectory's."""
+    return False
+
+
 @pytest.mark.parametrize(("path", "asked"), [("/board", True), ("/board/stream", True), ("/v1/models", False)])
 def test_a_browser_asks_for_a_token_where_the_board_is(path, asked, tmp_path):
     tokens = tmp_path / "tokens"

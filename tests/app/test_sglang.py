@@ -99,8 +99,8 @@ def test_null_is_as_many_tokens_as_there_is_room_for(given, bound):
 
 def answered(tokens: tuple[int, ...], end=SampleEnd.STOP, **more) -> SampleAnswer:
     sample = SampleResult(
-        sample_index=5, token_ids=tokens, logprobs=tuple(-float(token) for token in tokens), raw_logprobs=(), finish_reason=end,
-        segments=(), text=Letters().decode(tokens), **more,
+        sample_index=5, token_ids=tokens, logprobs=tuple(-float(token) for token in tokens), raw_logprobs=(),
+        finish_reason=end, segments=(), text=Letters().decode(tokens), **more,
     )  # fmt: skip
     return SampleAnswer(batch_id="b", group="g", prompt_token_ids=(7, 8, 9), prompt_key="p", step=1, sample=sample)
 
