@@ -193,6 +193,21 @@ def test_group_static_binds_a_group_anew_as_a_whole_though_no_replica_was_ready_
     assert len(homes["g"]) == len(homes["h"]) == 1
 
 
+def test_a_sample_follows_its_group_that_was_bound_anew_though_its_own_replica_stays_again():
+    core = core_of("group_static", chunk_tokens=8, a=4, b=100)
+    submit(core, ev.GroupSpec("g", 10, 2, 24))
+    (start,) = tick(core)
+    assert start.replica_id == "a", "where the other one has no room, and waits"
+    core.replicas.close(["a"])
+    core._bind_anew("a")
+    (other,) = [action for action in tick(core) if isinstance(action, StartChunk)]
+    assert other.replica_id == "b"
+    core.replicas.close(())
+    finish(core, start)
+    (again,) = [action for action in tick(core) if isinstance(action, StartChunk)]
+    assert (again.sample_id, again.replica_id) == (start.sample_id, "b")
+
+
 def test_a_pinned_sample_waits_for_its_own_replica_and_moves_only_when_that_leaves():
     core = core_of("fcfs", "pinned", 8, a=3)
     submit(core, ev.GroupSpec("g", 10, 1, 24))
