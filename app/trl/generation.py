@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import BadInput
+from tailrace.app.trl.processes import for_all
 from tailrace.app.trl.step_rollout import StepRollout
 
 
@@ -44,8 +45,10 @@ class ServiceGeneration:
 
     def sync_weights(self) -> None:
         """Sends the weights. Called by the trainer before the first samples of each step, in every process."""
-        self._rollout.send_weights()
-        self._trainer.accelerator.wait_for_everyone()
+        accelerator = self._trainer.accelerator
+        if not accelerator.is_main_process:
+            self._rollout.send_weights()  # its part in gathering them
+        for_all(accelerator, self._rollout.send_weights)
 
     def generate(self, prompts: list[list[int]], images, num_generations: int, profiler=None):
         """Returns (prompt_ids, completion_ids, logprobs, None); logprobs[sample][token] is a list of one float.
@@ -62,12 +65,11 @@ class ServiceGeneration:
 
     def _rolled_out_for_all(self, prompts: list[list[int]], num_generations: int):
         """Returns this process's part of one batch for all processes: a group may be spread over several."""
-        from accelerate.utils import broadcast_object_list, gather_object
+        from accelerate.utils import gather_object
 
         accelerator = self._trainer.accelerator
         all_prompts = gather_object(prompts)
-        answer = [self._rolled_out(all_prompts, num_generations) if accelerator.is_main_process else None]
-        completions, logprobs = broadcast_object_list(answer, from_process=0)[0]
+        completions, logprobs = for_all(accelerator, lambda: self._rolled_out(all_prompts, num_generations))
         first = accelerator.process_index * len(prompts)
         mine = slice(first, first + len(prompts))
         return completions[mine], logprobs[mine]

@@ -3,8 +3,9 @@
 Invariant: versions count on from the service's, one for each step whose weights are sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.trl.trainer_weights import named_weights
@@ -38,16 +39,18 @@ class WeightsSender:
         step = self._trainer.state.global_step
         if step == self._step:
             return
-        if not self._trainer.accelerator.is_main_process:
-            for _ in named_weights(self._trainer):  # gathering a sharded parameter needs every process
+        weights = named_weights(self._trainer)
+        try:
+            if self._trainer.accelerator.is_main_process:
+                self._send(step, weights)
+        finally:
+            for _ in weights:  # gathering a sharded parameter needs every process, also after an error here
                 pass
-        else:
-            self._send(step)
         self._step = step
 
-    def _send(self, step: int) -> None:
+    def _send(self, step: int, weights: Iterable[tuple[str, Any]]) -> None:
         if self.version is None:
             self.version = self._client.status_blocking().weights_version
-        loaded = self._transport.send(self.version + 1, named_weights(self._trainer))
+        loaded = self._transport.send(self.version + 1, weights)
         self.version, self.digest = loaded.version, loaded.digest
         self._on_sent(step, loaded)

@@ -1,0 +1,61 @@
+"""A `trl.GRPOTrainer` of two processes (gloo): one rollout for both, and an error of the first one ends all."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("process_of_a_trainer.py")
+TESTS = Path(__file__).parents[2]
+
+
+def played(model: Path, out: Path, service: str, processes: int = 2) -> list[subprocess.CompletedProcess]:
+    """Runs a trainer's processes to their end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    same |= {"LOCAL_WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    same["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(model), str(out), service],
+            env=os.environ | same | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    try:
+        return [
+            subprocess.CompletedProcess(one.args, one.wait(), stdout=text)
+            for one, text in [(one, one.communicate(timeout=300)[0]) for one in running]
+        ]
+    finally:
+        for one in running:
+            one.kill()
+
+
+def test_both_processes_train_on_their_part_of_one_rollout(small_model, tmp_path):
+    ended = played(small_model, tmp_path, "whole")
+    assert [one.returncode for one in ended] == [0, 0], ended
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert [version for version, _ in first["updates"]] == [1, 2] and second["updates"] == []
+    assert first["groups"] == [[4] * 4, [4] * 4] and second["groups"] == [], "two groups of each process, in one batch"
+    for one in (first, second):
+        assert one["ratio"] == pytest.approx([1, 1], abs=1e-3) and one["difference"] == pytest.approx([0, 0], abs=1e-3)
+    assert first["trained"] == second["trained"]
+
+
+@pytest.mark.parametrize(
+    ("service", "line"),
+    [("failing", "has no answer: gave up after 5 attempts"), ("refusing", "these weights are refused")],
+)
+def test_an_error_of_the_first_process_is_each_one_s(service, line, small_model, tmp_path):
+    ended = played(small_model, tmp_path, service)
+    assert all(one.returncode == 1 for one in ended), ended
+    assert line in ended[0].stdout
+    assert "the trainer's first process has failed" in ended[1].stdout and line in ended[1].stdout
