@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 test test-%: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-sglang test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -55,6 +55,12 @@ test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, i
 	@[ .venv-renderers/.made -nt integrations/renderers/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-renderers && \
 	.venv-renderers/bin/pip install -q --no-deps -r integrations/renderers/requirements.txt && touch .venv-renderers/.made; }
 	@$(PY) -m pytest --renderers -m renderers tests/live/trainers/test_renderers.py
+
+test-sglang: setup ## the clients of slime, miles and AReaL, unmodified, against a gateway; give SLIME=, MILES=, AREAL= a checkout each
+	@[ -n "$(SLIME)$(MILES)$(AREAL)" ] || { echo "SLIME, MILES, AREAL: give a checkout of one or more of them"; exit 2; }
+	@[ .sglang/.made -nt integrations/sglang/requirements.txt ] || { rm -rf .sglang && \
+	$(PY) -m pip install -q --no-deps --target .sglang -r integrations/sglang/requirements.txt && touch .sglang/.made; }
+	@PYTHONPATH=.sglang $(PY) integrations/sglang/clients.py $(if $(SLIME),--slime "$(SLIME)") $(if $(MILES),--miles "$(MILES)") $(if $(AREAL),--areal "$(AREAL)")
 
 test-suites: setup ## vLLM's tests of its OpenAI server, on the gateway and on `vllm serve`; give VLLM=a checkout of v0.32.0
 	@[ -n "$(VLLM)" ] || { echo "VLLM: give a checkout of vLLM at v0.32.0, or its unpacked source archive"; exit 2; }
