@@ -4,10 +4,13 @@ It is stateless: one replica or several, which share sessions by their names in 
 and replaces it; callers connect to its own port.
 """
 
+from functools import partial
+
 from ray import serve
 from ray.serve import Application
 
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.line_connection import LineConnection
 from tailrace.app.calls.otlp import otlp_wanted
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.gateway_port import GatewayPort
@@ -31,7 +34,8 @@ class Gateway:
 
     async def __init__(self, args: GatewayConfig, otlp: bool):
         keep_serve_port_on_node()
-        service = GatewayService(lambda role: RolloutClient(args.app_name, resume_s=RESUME_S, role=role), args)
+        client = partial(RolloutClient, args.app_name, resume_s=RESUME_S, connect=LineConnection)
+        service = GatewayService(lambda role: client(role=role), args)
         self._port = await GatewayPort.opened(make_app(service, args, exporting(otlp)), args.host, args.port)
 
     async def check_health(self) -> None:

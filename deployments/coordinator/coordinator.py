@@ -19,6 +19,8 @@ from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.batches.tokenizer_files import tokenizer_files
+from tailrace.deployments.channel.call_lines import CallLines
+from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.context_config import ContextConfig
@@ -62,6 +64,9 @@ class Coordinator(WatchCalls):
     _exactness: Exactness = "bits"
     """Level of the engines."""
 
+    _call_lines: CallLines | None = None
+    """Lines from gateways, once there is one."""
+
     def __init__(
         self,
         engines: DeploymentHandle,
@@ -78,8 +83,9 @@ class Coordinator(WatchCalls):
         keep_serve_port_on_node()
         here, nonce = serve.get_replica_context(), token_hex(3)
         app_name, name = here.app_name, here.replica_id.unique_id
+        self._listen = partial(ListeningSocket, ray.util.get_node_ip_address())
         self._start(
-            engines=EngineClient(engines, partial(ListeningSocket, ray.util.get_node_ip_address()), nonce),
+            engines=EngineClient(engines, self._listen, nonce),
             prompts=Prompts(config.model, config.max_model_len),
             telemetry=Telemetry("tailrace-coordinator", export.spans, instance=name, every_group=export.every_group),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
@@ -138,6 +144,18 @@ class Coordinator(WatchCalls):
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the wanted replicas. Serve calls it, and passes the answer to `deployments.autoscaler`."""
         return self._rollouts.replica_target.metrics()
+
+    def __del__(self):
+        """Returns what waits for the calls of gateways: Serve awaits it before a replica ends."""
+        return None if self._call_lines is None else self._call_lines.close()
+
+    @admits(Role.OBSERVER)
+    async def open_line(self, session: str) -> tuple[Address, str]:
+        """Returns address and session of a gateway's line: of `session` if it is open, else of a new one."""
+        if self._call_lines is None:
+            self._call_lines = CallLines(self, self._listen)
+            self._loops.append(asyncio.get_running_loop().create_task(self._call_lines.run()))
+        return self._call_lines.open(session)
 
     # ---- calls of drivers: the role that they need, and what does them ---------------------------------
 
