@@ -52,7 +52,7 @@ class Item(WireMessage):
     value: Any
 
 
-class Ended(WireMessage):
+class CallEnded(WireMessage):
     """To the gateway: the call gives nothing more. `error`: one line, or empty. `again`: ask another one."""
 
     number: int
@@ -64,7 +64,7 @@ class Beat(WireMessage):
     """Either way: the sender lives."""
 
 
-Message = Call | Left | Item | Ended | Beat
+Message = Call | Left | Item | CallEnded | Beat
 
 
 def encode(message: Message) -> bytes:

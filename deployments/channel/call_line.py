@@ -96,7 +96,7 @@ class CallLine:
         match message:
             case frames.Item(number) if number in self._calls:
                 self._calls[number].put_nowait(message)
-            case frames.Ended(number, error, again) if number in self._calls:
+            case frames.CallEnded(number, error, again) if number in self._calls:
                 self.is_open = self.is_open and not again
                 self._calls[number].put_nowait((ConnectionError if again else CallFailed)(error) if error else None)
 

@@ -84,7 +84,7 @@ class CallLines:
         line.heard_s = self._now()
         match message:
             case frames.Call(number) if self._closing:
-                self._send(line, frames.Ended(number, "the coordinator is being replaced", again=True))
+                self._send(line, frames.CallEnded(number, "the coordinator is being replaced", again=True))
             case frames.Call(number):
                 task = line.calls[number] = asyncio.ensure_future(self._make(line, message))
                 task.add_done_callback(lambda _: line.calls.pop(number, None))
@@ -102,7 +102,7 @@ class CallLines:
                 return
             await self._pass(line, call.number, answer)
         except (Exception, asyncio.CancelledError) as error:  # the edge of a call: its caller gets the reason
-            self._send(line, frames.Ended(call.number, one_line(error)))
+            self._send(line, frames.CallEnded(call.number, one_line(error)))
             if isinstance(error, asyncio.CancelledError):
                 raise
 
@@ -110,7 +110,7 @@ class CallLines:
         async with aclosing(answers) as items:
             async for item in items:
                 self._send(line, frames.Item(number, item))
-        self._send(line, frames.Ended(number))
+        self._send(line, frames.CallEnded(number))
 
     def _send(self, line: _CallLine, message: frames.Message) -> None:
         _, frame = line.end.numbered(frames.encode(message), self._now())

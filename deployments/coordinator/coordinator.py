@@ -19,13 +19,12 @@ from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.batches.tokenizer_files import tokenizer_files
-from tailrace.deployments.channel.call_lines import CallLines
-from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.engine_client import EngineClient
+from tailrace.deployments.coordinator.gateway_lines import GatewayLines
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.coordinator.service_size import ServiceSize
@@ -52,7 +51,7 @@ RECONFIGURED = ("allowed_code", "policies", "quotas")
 
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
-class Coordinator(WatchCalls):
+class Coordinator(WatchCalls, GatewayLines):
     """`engines`: handle of the Engine deployment. `config`: the engines' own; its model folder holds the tokenizer.
 
     `pool`, `context` and `token_log_dir` may be None. Raises TokenModeOff.
@@ -63,9 +62,6 @@ class Coordinator(WatchCalls):
 
     _exactness: Exactness = "bits"
     """Level of the engines."""
-
-    _call_lines: CallLines | None = None
-    """Lines from gateways, once there is one."""
 
     def __init__(
         self,
@@ -144,18 +140,6 @@ class Coordinator(WatchCalls):
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the wanted replicas. Serve calls it, and passes the answer to `deployments.autoscaler`."""
         return self._rollouts.replica_target.metrics()
-
-    def __del__(self):
-        """Returns what waits for the calls of gateways: Serve awaits it before a replica ends."""
-        return None if self._call_lines is None else self._call_lines.close()
-
-    @admits(Role.OBSERVER)
-    async def open_line(self, session: str) -> tuple[Address, str]:
-        """Returns address and session of a gateway's line: of `session` if it is open, else of a new one."""
-        if self._call_lines is None:
-            self._call_lines = CallLines(self, self._listen)
-            self._loops.append(asyncio.get_running_loop().create_task(self._call_lines.run()))
-        return self._call_lines.open(session)
 
     # ---- calls of drivers: the role that they need, and what does them ---------------------------------
 
