@@ -1,4 +1,4 @@
-"""The gateway behind Serve's proxy: real clients over HTTP, and the tokens that a batch has."""
+"""The gateway of a service: real clients over HTTP, and the tokens that a batch has."""
 
 import asyncio
 import json
