@@ -6,6 +6,8 @@ and are checked where they arrive.
 
 from typing import Any
 
+import msgspec
+import numpy as np
 from pydantic import BaseModel
 
 from tailrace.deployments.channel import codec
@@ -13,6 +15,8 @@ from tailrace.deployments.channel.codec import Codec, WireMessage
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
+from tailrace.deployments.results.columns import Column
+from tailrace.deployments.results.later_text import LaterText
 from tailrace.deployments.results.routed_experts import RoutedExperts
 
 CALLS = (
@@ -28,6 +32,9 @@ _CARRIED = {
         *(TrajectoryOpening, TrajectoryTurn, TrajectoryState),
     )
 }
+
+COLUMNS = ("<i4", "<f4", "<f8")
+"""Types of columns. A column is an extension: the index of its type, and its bytes."""
 
 
 class Call(WireMessage):
@@ -77,6 +84,15 @@ def decode(payload: bytes) -> Message:
     return _codec.decode(payload)
 
 
+def named(value: Any) -> Any:
+    """Returns an argument or answer in the form that `given` takes. Raises TypeError for another model."""
+    if not isinstance(value, BaseModel):
+        return tuple(map(named, value)) if isinstance(value, tuple) else value
+    if (name := type(value).__name__) not in _CARRIED:
+        raise TypeError(f"{name} is not carried by a gateway's line")
+    return {name: value}
+
+
 def given(value: Any) -> Any:
     """Returns a decoded argument or answer with its models. Raises ValueError if it is none of those carried."""
     if isinstance(value, dict):
@@ -87,15 +103,20 @@ def given(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return {_name_of(value): value.model_dump()}
-    return value.base64() if isinstance(value, RoutedExperts) else codec.plain(value)
+    match value:
+        case Column():
+            return msgspec.msgpack.Ext(COLUMNS.index(value.array.dtype.str), value.array.tobytes())
+        case BaseModel():
+            if isinstance(value, LaterText):
+                value.settle()
+            return vars(value)
+        case RoutedExperts():
+            return value.base64()
+    return codec.plain(value)
 
 
-def _name_of(model: BaseModel) -> str:
-    if (name := type(model).__name__) not in _CARRIED:
-        raise TypeError(f"{name} is not carried by a gateway's line")
-    return name
+def _column(kind: int, data: memoryview) -> Column:
+    return Column(np.frombuffer(data, COLUMNS[kind]))
 
 
-_codec = Codec(Message, strict=False, plain=_plain)
+_codec = Codec(Message, strict=False, plain=_plain, extension=_column)

@@ -70,7 +70,7 @@ class CallLine:
 
     def _begin(self, method: str, arguments: Sequence) -> tuple[int, asyncio.Queue]:
         number = next(self._numbers)
-        self._send(frames.Call(number, method, self._role, arguments))
+        self._send(frames.Call(number, method, self._role, frames.named(tuple(arguments))))
         answers = self._calls[number] = asyncio.Queue()
         return number, answers
 

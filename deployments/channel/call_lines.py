@@ -98,7 +98,7 @@ class CallLines:
                 raise ValueError(f"{call.method} is not called over a line")
             answer = getattr(self._ingress, call.method)(call.role, *frames.given(call.arguments))
             if not isasyncgen(answer):
-                self._send(line, frames.Item(call.number, await answer))
+                self._send(line, frames.Item(call.number, frames.named(await answer)))
                 return
             await self._pass(line, call.number, answer)
         except (Exception, asyncio.CancelledError) as error:  # the edge of a call: its caller gets the reason
@@ -109,7 +109,7 @@ class CallLines:
     async def _pass(self, line: _CallLine, number: int, answers: AsyncIterator) -> None:
         async with aclosing(answers) as items:
             async for item in items:
-                self._send(line, frames.Item(number, item))
+                self._send(line, frames.Item(number, frames.named(item)))
         self._send(line, frames.CallEnded(number))
 
     def _send(self, line: _CallLine, message: frames.Message) -> None:
