@@ -13,7 +13,7 @@ MAX_PATH_FILES = 20
 MAX_PATH_LINES = 4_730
 
 MAX_MOVES = {"tokens": 31, "logprobs": 4, "http": 57, "weights": 45}
-"""Of the lists in docs/life_of_a_sample.md. A sample's tokens made 56 moves; a line in place of Ray's call is 17 of HTTP."""
+"""Of the lists in docs/life_of_a_sample.md. A sample's tokens made 56 moves. A line in place of Ray gave HTTP 17."""
 
 
 @pytest.fixture
