@@ -28,6 +28,7 @@ class GatewayPort:
             access_log=False,
             ws="none",
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_S,
         )
