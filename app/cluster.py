@@ -161,7 +161,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel("WARNING")
     slots = Slots(service_name(file.application.name, ray.get_runtime_context().gcs_address))
     try:
-        serve.start(proxy_location=file.proxy_location, http_options=file.http_options.model_dump())
+        serve.start(proxy_location=file.proxy_location, http_options={"host": "127.0.0.1"})
         _deploy(file)
         yield
     finally:

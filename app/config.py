@@ -18,7 +18,7 @@ from tailrace.app.deployment_settings import (
 )
 from tailrace.app.errors import BadInput
 from tailrace.app.file_form import OURS, refuse_constants, refuse_old
-from tailrace.app.gateway.gateway_config import GATEWAY, GatewayApplication, HttpOptions, check_http
+from tailrace.app.gateway.gateway_config import GATEWAY, GatewayApplication
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.deployments.context.context_config import ContextConfig, plain_folder
 from tailrace.deployments.drafter.drafter_config import DrafterConfig
@@ -197,15 +197,11 @@ class Application(StrictModel):
 
 
 class ServeFile(StrictModel):
-    """A whole `serve.yaml`: Tailrace, its gateway for HTTP, and other applications if there are any.
+    """A whole `serve.yaml`: Tailrace, its gateway for HTTP, and other applications if there are any."""
 
-    `proxy_location`: other than Disabled only with a gateway; drivers use Python handles.
-    """
-
-    proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = Field(
-        "Disabled", description="nodes that listen for HTTP: none without a gateway"
+    proxy_location: Literal["Disabled"] = Field(
+        "Disabled", description="Serve's proxy, which nothing needs: drivers use handles, a gateway has its own port"
     )
-    http_options: HttpOptions = Field(HttpOptions(), description="Serve's port for the gateway")
     applications: tuple[Application | GatewayApplication | OtherApplication, ...] = Field(
         (Application(),), min_length=1, description="the service, its gateway if there is one, and others"
     )
@@ -228,8 +224,10 @@ class ServeFile(StrictModel):
         return tuple(found)
 
     @model_validator(mode="after")
-    def _http(self):
-        check_http(self.proxy_location, self.http_options, self.gateway, self.application.name)
+    def _same_service(self):
+        if self.gateway is not None and self.gateway.args.app_name != self.application.name:
+            asked = self.gateway.args.app_name
+            raise ValueError(f"gateway: args.app_name is {asked!r}; the service here is {self.application.name!r}")
         return self
 
     @property

@@ -23,6 +23,7 @@ OURS, IN_CODE = "tailrace.app.build:build", "tailrace.app.build:build_from_code"
 GONE = "no longer a key"
 
 OLD_OF_FILE = {
+    "http_options": "write `host` and `port` under the gateway's args, and `proxy_location: Disabled`",
     "grpc_options": "remove it: nothing here listens for gRPC",
     "controller_options": "remove it: Serve's defaults hold",
     "logging_config": "remove it: Serve's defaults hold",

@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from tailrace.app.commands.policies import catalogue
 from tailrace.app.config import AppArgs, Application, ServeFile
 from tailrace.app.deployment_settings import CoordinatorSettings, UserConfig
-from tailrace.app.gateway.gateway_config import GatewayApplication, GatewayConfig, HttpOptions
+from tailrace.app.gateway.gateway_config import GatewayApplication, GatewayConfig
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.drafter.drafter_config import DrafterConfig
@@ -24,7 +24,6 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 SECTIONS = (
     ("The file", "", ServeFile),
-    ("The port of the gateway", "http_options.", HttpOptions),
     ("The service", "applications.", Application),
     ("Its arguments", "applications.args.", AppArgs),
     ("Engines", "applications.args.engine.", EngineConfig),

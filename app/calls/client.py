@@ -56,8 +56,9 @@ class RolloutClient:
 
     `resume_s`: seconds for which a call waits for a lost coordinator; then it raises Ray's error. `role`: a trainer may
     do everything; an evaluator may roll out and read the status; an observer may read the status alone. `handle`: the
-    application's handle, if available; then its name does not count. `samples`: single samples by their messages, which
-    sessions and the gateway request. `trajectories`: those that gateways capture.
+    application's handle, if available; then its name does not count. `connect`: makes the connection of a handle.
+    `samples`: single samples by their messages, which sessions and the gateway request. `trajectories`: those that
+    gateways capture.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class RolloutClient:
         handle=None,
         heartbeat: type[Heartbeat] = Heartbeat,
         role: Role | str = Role.TRAINER,
+        connect: type[Connection] = Connection,
     ):
         if handle is None:
             from ray import serve
 
             handle = serve.get_app_handle(app_name)
         self.app_name, self._heartbeat = app_name, heartbeat
-        self._connection = connection = Connection(handle, Role(role), resume_s)
+        self._connection = connection = connect(handle, Role(role), resume_s)
         self._staging = Staging(connection.role, app_name)
         self._weights = OwnWeights(partial(connection.ask, "update_weights"))
         self._adapters = OwnAdapters(CoordinatorAdapters(connection))

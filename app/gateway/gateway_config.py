@@ -1,6 +1,6 @@
-"""Configuration of the gateway: its application in a serve file, and the port that Serve opens for it.
+"""Configuration of the gateway: its application in a serve file, and the port that it opens.
 
-Invariant: HTTP listens only for a gateway, on loopback or on one address, and there with tokens alone.
+Invariant: the port is on loopback, or on one address of the node and there with tokens alone.
 """
 
 from contextlib import suppress
@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 GATEWAY = "tailrace.app.gateway.build:build"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -26,6 +26,8 @@ class GatewayConfig(Strict):
     (it rolls out, and changes nothing), and the port has to be on loopback.
     """
 
+    host: str = Field("127.0.0.1", description="loopback, or an address of the head node where a token is needed")
+    port: int = Field(8000, ge=1, le=65_535, description="where the gateway listens; its replicas share it")
     replicas: int = Field(1, ge=1, description="replicas of the gateway, which share nothing but the service")
     app_name: str = Field("tailrace", description="the service's application")
     tokens_file: str | None = Field(None, description="absolute path of `ROLE TOKEN` lines; null: no token is needed")
@@ -38,12 +40,28 @@ class GatewayConfig(Strict):
     )
     max_body_bytes: int = Field(10 << 20, ge=1, description="of one request; a larger one gets 413")
 
+    @field_validator("host")
+    @classmethod
+    def _one_interface(cls, host: str) -> str:
+        with suppress(ValueError):  # a name: it means one interface
+            if ip_address(host).is_unspecified:
+                host = ""
+        if not host:
+            raise ValueError("give loopback or an address of the node, not all interfaces")
+        return host
+
     @field_validator("tokens_file")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
         if path is not None and not Path(path).is_absolute():
             raise ValueError(f"{path} is not absolute; the gateway runs in a folder of Ray's")
         return path
+
+    @model_validator(mode="after")
+    def _guarded(self):
+        if self.host not in LOOPBACK and self.tokens_file is None:
+            raise ValueError(f"host: {self.host} is open to others; set tokens_file")
+        return self
 
 
 class GatewayApplication(Strict):
@@ -56,38 +74,3 @@ class GatewayApplication(Strict):
     route_prefix: Literal["/"] = Field("/", description="the gateway has every route")
     runtime_env: dict[str, Any] = Field(default_factory=dict, description="Ray's runtime environment of its replicas")
     args: GatewayConfig = Field(GatewayConfig(), description="what the gateway answers, and to whom")
-
-
-class HttpOptions(Strict):
-    """Serve's settings of the gateway's port. `host`: loopback, or one of the node's addresses if tokens are
-    required.
-    """
-
-    host: str = Field("127.0.0.1", description="loopback, or one of the node's addresses where a token is needed")
-    port: int = Field(8000, ge=1, le=65_535, description="where the gateway listens")
-
-    @field_validator("host")
-    @classmethod
-    def _one_interface(cls, host: str) -> str:
-        with suppress(ValueError):  # a name: it means one interface
-            if ip_address(host).is_unspecified:
-                host = ""
-        if not host:
-            raise ValueError("give loopback or an address of the node, not all interfaces")
-        return host
-
-
-def check_http(proxy_location: str, http: HttpOptions, gateway: GatewayApplication | None, app_name: str) -> None:
-    """Raises ValueError, one line with the key, if a port would be open without need, or without tokens."""
-    if gateway is None:
-        if proxy_location != "Disabled":
-            raise ValueError(f"proxy_location: {proxy_location} opens a port that nothing needs; set Disabled")
-        if http.host not in LOOPBACK:
-            raise ValueError(f"http_options.host: {http.host} is for a gateway, and there is none; remove it")
-        return
-    if proxy_location == "Disabled":
-        raise ValueError("proxy_location: the gateway needs HeadOnly or EveryNode")
-    if gateway.args.app_name != app_name:
-        raise ValueError(f"gateway: args.app_name is {gateway.args.app_name!r}; the service here is {app_name!r}")
-    if http.host not in LOOPBACK and gateway.args.tokens_file is None:
-        raise ValueError(f"http_options.host: {http.host} is open to others; set args.tokens_file of the gateway")

@@ -1,1 +1,1 @@
-"""Long-lived lines between the coordinator and its engine replicas: chunks, their ends, and reports."""
+"""Long-lived lines of the coordinator: to its engine replicas (chunks, their ends, reports), from gateways (calls)."""

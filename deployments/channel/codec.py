@@ -36,7 +36,7 @@ def made(kind: type, value: Any) -> Any:
 
 class Codec:
     """`messages`: the type of a frame. `strict`: refuses a whole float where an int is promised. `plain`, `made`:
-    convert values of further types, see above.
+    convert values of further types, see above. `extension`: makes a value of a MessagePack extension's code and data.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class Codec:
         strict: bool = True,
         plain: Callable[[Any], Any] = plain,
         made: Callable[[type, Any], Any] = made,
+        extension: Callable[[int, memoryview], Any] | None = None,
     ):
         self._encoder = msgspec.msgpack.Encoder(enc_hook=plain)
-        self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=made, strict=strict)
+        self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=made, strict=strict, ext_hook=extension)
 
     def encode(self, messages: Any) -> bytes:
         """Returns one frame. Raises TypeError if a value is of no known type."""

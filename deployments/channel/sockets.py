@@ -15,6 +15,11 @@ from tailrace.deployments.channel.encrypted import Address, dial, listen
 MAX_FRAME_BYTES = 1 << 30
 """Maximum size of a frame, above any chunk's end: a peer that announces more is disconnected."""
 
+MAX_QUEUED = 10_000
+"""Maximum number of frames that wait in a socket each way: gateways ask for some thousand samples at once, and a frame
+that is dropped arrives 3 s later.
+"""
+
 
 class EngineSocket(Protocol):
     """An engine's end."""
@@ -46,6 +51,7 @@ class _LoopSocket:
         self._loop, self._take = asyncio.get_running_loop(), take
         self._socket = zmq.Context.instance().socket(kind)
         self._socket.maxmsgsize = MAX_FRAME_BYTES
+        self._socket.sndhwm = self._socket.rcvhwm = MAX_QUEUED
         self._looks = False
 
     def _begin(self) -> None:

@@ -7,12 +7,14 @@ coordinator, on its event loop.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
+from functools import partial
 
 from ray.exceptions import RayActorError
 
 from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.history import Answer, PastLength
+from tailrace.deployments.context.joined_calls import JoinedCalls
 from tailrace.deployments.context.prompt_files import shard_of
 from tailrace.deployments.context.shard_handles import NoShard, ShardHandles
 from tailrace.deployments.messages.context import GroupRef
@@ -29,27 +31,32 @@ class ContextService:
         self._shards, self._config = shards, config
         self._counts: Counter[str] = Counter()
         self._told: set[asyncio.Task] = set()
+        self._lengths = [JoinedCalls(partial(self._ask_lengths, index)) for index in range(config.shards)]
+        self._ended = [JoinedCalls(partial(self._send_ended, index)) for index in range(config.shards)]
 
     async def lengths(self, prompt_keys: Iterable[str]) -> dict[str, list[PastLength]]:
         """Returns past lengths of prompts that have any, newest epochs first; {} when the answer is late."""
         parts = self._by_shard(dict.fromkeys(prompt_keys))
         asked = (
-            self._within(self._config.lengths_deadline_s, "lengths", self._ask(index, "lengths", keys))
+            self._within(self._config.lengths_deadline_s, "lengths", asyncio.shield(self._lengths[index].add(keys)))
             for index, keys in parts.items()
         )
-        return {key: lengths for answer in await asyncio.gather(*asked) for key, lengths in (answer or {}).items()}
+        found = {key: lengths for answer in await asyncio.gather(*asked) for key, lengths in (answer or {}).items()}
+        return {key: found[key] for keys in parts.values() for key in keys if key in found}
 
     def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
         """Sends whole samples that have ended, for mates that still run and for later epochs. Once is enough."""
-        self._tell("finish", group.prompt_key, group, epoch, answers)
+        self._ended[shard_of(group.prompt_key, self._config.shards)].add([(group, epoch, answers)])
 
     def end(self, group: GroupRef) -> None:
         """Records the end of a group: no sample of it runs any more."""
-        self._tell("end", group.prompt_key, group)
+        asked = self._ask(shard_of(group.prompt_key, self._config.shards), "end", group)
+        self._begin(self._within(CALL_S, "end", asked))
 
     def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
         """Sends rewards, by sample index, of answers that were sent by `finish`."""
-        self._tell("reward", prompt_key, prompt_key, epoch, rewards)
+        work = self._reward(shard_of(prompt_key, self._config.shards), prompt_key, epoch, rewards)
+        self._begin(self._within(CALL_S, "reward", work))
 
     async def forget_history(self) -> int:
         """Deletes every answer of earlier epochs, also on disk. Returns their number."""
@@ -70,11 +77,22 @@ class ContextService:
             by_shard.setdefault(shard_of(key, self._config.shards), []).append(key)
         return by_shard
 
-    def _tell(self, method: str, prompt_key: str, *arguments) -> None:
-        work = self._within(CALL_S, method, self._ask(shard_of(prompt_key, self._config.shards), method, *arguments))
+    def _begin(self, work: Coroutine) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._told.add(task)
         task.add_done_callback(self._told.discard)
+
+    async def _ask_lengths(self, index: int, keys: list[str]) -> dict[str, list[PastLength]]:
+        asked = self._ask(index, "lengths", list(dict.fromkeys(keys)))
+        return await asyncio.wait_for(asked, self._config.lengths_deadline_s)
+
+    async def _send_ended(self, index: int, ended: list[tuple[GroupRef, int, list[Answer]]]) -> None:
+        await self._within(CALL_S, "finish", self._ask(index, "finish", ended))
+
+    async def _reward(self, index: int, *arguments) -> None:
+        if sending := list(self._ended[index].tasks):
+            await asyncio.wait(sending)  # a reward of an unknown answer is ignored
+        await self._ask(index, "reward", *arguments)
 
     async def _ask_all(self, method: str, *arguments) -> list:
         """Returns the answers of all shards, without those that are late, failed or None."""

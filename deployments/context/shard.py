@@ -56,13 +56,14 @@ class ContextShard:
         """Returns each group's history, newest epochs first, without the answers of this group itself."""
         return await self._on_disk(partial(self._past, groups), [[] for _ in groups])
 
-    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
-        """Records samples of a group that have ended: mates get them whole, later epochs find them."""
-        pieces = [Piece(group, answer.sample_index, 0, answer.tokens) for answer in answers]
+    async def finish(self, ended: list[tuple[GroupRef, int, list[Answer]]]) -> None:
+        """Records samples that have ended, by group and epoch: mates get them whole, later epochs find them."""
         now_s = self._now()
-        self._live.append(COORDINATOR, Packet.of(pieces), now_s)
-        self._live.finish(group, {answer.sample_index: len(answer.tokens) for answer in answers}, now_s)
-        record = partial(self._record, group, epoch, answers)
+        for group, _, answers in ended:
+            pieces = [Piece(group, answer.sample_index, 0, answer.tokens) for answer in answers]
+            self._live.append(COORDINATOR, Packet.of(pieces), now_s)
+            self._live.finish(group, {answer.sample_index: len(answer.tokens) for answer in answers}, now_s)
+        record = partial(self._record, ended)
         self._counts["recorded_answers"] += await self._on_disk(record, 0)
 
     async def end(self, group: GroupRef) -> None:
@@ -137,8 +138,11 @@ class ContextShard:
     def _past(self, groups: list[GroupRef]) -> list[list[PastAnswer]]:
         return [self._archive.of(key).answers(key, but_not_of=group_id) for group_id, key in groups]
 
-    def _record(self, group: GroupRef, epoch: int, answers: list[Answer]) -> int:
-        return self._archive.of(group.prompt_key).record(group.prompt_key, group.group_id, epoch, answers)
+    def _record(self, ended: list[tuple[GroupRef, int, list[Answer]]]) -> int:
+        return sum(
+            self._archive.of(group.prompt_key).record(group.prompt_key, group.group_id, epoch, answers)
+            for group, epoch, answers in ended
+        )
 
     def _tell(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> int:
         return self._archive.of(prompt_key).reward(prompt_key, epoch, rewards)

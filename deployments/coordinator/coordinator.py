@@ -24,6 +24,7 @@ from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.context_config import ContextConfig
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.engine_client import EngineClient
+from tailrace.deployments.coordinator.gateway_lines import GatewayLines
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.coordinator.service_size import ServiceSize
@@ -50,7 +51,7 @@ RECONFIGURED = ("allowed_code", "policies", "quotas")
 
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
-class Coordinator(WatchCalls):
+class Coordinator(WatchCalls, GatewayLines):
     """`engines`: handle of the Engine deployment. `config`: the engines' own; its model folder holds the tokenizer.
 
     `pool`, `context` and `token_log_dir` may be None. Raises TokenModeOff.
@@ -78,8 +79,9 @@ class Coordinator(WatchCalls):
         keep_serve_port_on_node()
         here, nonce = serve.get_replica_context(), token_hex(3)
         app_name, name = here.app_name, here.replica_id.unique_id
+        self._listen = partial(ListeningSocket, ray.util.get_node_ip_address())
         self._start(
-            engines=EngineClient(engines, partial(ListeningSocket, ray.util.get_node_ip_address()), nonce),
+            engines=EngineClient(engines, self._listen, nonce),
             prompts=Prompts(config.model, config.max_model_len),
             telemetry=Telemetry("tailrace-coordinator", export.spans, instance=name, every_group=export.every_group),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),

@@ -47,10 +47,11 @@ class SimulatedShard(Actor):
 
         return method
 
-    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]):
+    async def finish(self, ended: list[tuple[GroupRef, int, list[Answer]]]):
         await self._meet()
-        await self.real.finish(group, epoch, answers)
-        self._recorded(group, epoch, answers)
+        await self.real.finish(ended)
+        for one in ended:
+            self._recorded(*one)
 
 
 class SimulatedShards:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tailrace.app.config import Application, ServeFile
 from tailrace.app.deployment_settings import UserConfig
-from tailrace.app.gateway.gateway_config import GatewayApplication, GatewayConfig, HttpOptions
+from tailrace.app.gateway.gateway_config import LOOPBACK, GatewayApplication, GatewayConfig
 from tailrace.app.model import perturbed, resolve_model
 from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.replica_count import Replicas, fixed
@@ -49,17 +49,15 @@ class Service:
             most = application.args.replicas.max
             replicas = Replicas(min=1, max=most) if self.elastic else fixed(most)
             application = application.with_args(replicas=replicas, drafter=None)
-        http = _with_gateway(file) if self.gateway else {"applications": (), "proxy_location": "Disabled"}
-        applications = (application, *http["applications"])
-        return file.model_copy(update=http | {"applications": applications})
+        http = _with_gateway(file) if self.gateway else ()
+        return file.model_copy(update={"applications": (application, *http)})
 
 
-def _with_gateway(file: ServeFile) -> dict:
+def _with_gateway(file: ServeFile) -> tuple[GatewayApplication]:
     """Returns the configured gateway, or one with the defaults, open to this machine alone."""
     gateway = file.gateway or GatewayApplication(args=GatewayConfig(app_name=file.application.name))
-    gateway = gateway.model_copy(update={"args": gateway.args.model_copy(update={"tokens_file": None})})
-    http = HttpOptions(port=free_port(HttpOptions().host))
-    return {"applications": (gateway,), "proxy_location": "HeadOnly", "http_options": http}
+    own = {"tokens_file": None, "host": LOOPBACK[0], "port": free_port(LOOPBACK[0])}
+    return (gateway.model_copy(update={"args": gateway.args.model_copy(update=own)}),)
 
 
 def _beside(application: Application, folder: Path) -> Application:

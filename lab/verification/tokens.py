@@ -73,7 +73,8 @@ async def _roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch
     note = await run.begin(client, batch) if run.begin else None
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
     if run.clients:
-        groups, note = await over_http(f"http://{file.http_options.host}:{file.http_options.port}", run.clients, batch)
+        args = file.gateway.args
+        groups, note = await over_http(f"http://{args.host}:{args.port}", run.clients, batch)
     else:
         groups = await (run.ask or groups_of)(client, batch)
     seconds = round(time.monotonic() - began_s, 1)

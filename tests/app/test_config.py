@@ -83,7 +83,6 @@ POLICIES = (*COORDINATOR, "user_config", "policies")
         ((*POLICIES, "placement"), {"type": "no_such.module:Thing"}, "cannot be imported"),
         ((*POLICIES, "tail"), "auto", "tail auto needs replicas that come and go: write `replicas: {min: 1, max: 2}`"),
         (("proxy_location",), "EveryNode", "proxy_location"),
-        (("http_options",), {"host": "1.2.3.4"}, "http_options.host"),
     ],
 )
 def test_bad_values_are_one_line_that_names_the_key(tmp_path, where, value, said):
@@ -329,7 +328,7 @@ def with_old_key(key: str) -> dict:
         at, rest = service, key.partition(".")[2]
         if rest == "args.conversation_tokens":
             at = {"name": "gateway", "import_path": "tailrace.app.gateway.build:build"}
-            file |= {"proxy_location": "HeadOnly", "applications": [service, at]}
+            file |= {"applications": [service, at]}
     else:
         at, rest = file, key
     *places, last = rest.split(".")

@@ -11,7 +11,7 @@ from tailrace.app.gateway.answer_text import text_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.edge.errors import error_body
-from tailrace.app.gateway.gateway_config import GatewayApplication, GatewayConfig, HttpOptions, check_http
+from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
 from tailrace.app.gateway.tokenizing import Detokenized
@@ -343,23 +343,13 @@ def test_a_browser_asks_for_a_token_where_the_board_is(path, asked, tmp_path):
     assert status == 401 and (b"www-authenticate" in scope["answer"]) is asked
 
 
-@pytest.mark.parametrize(
-    ("location", "host", "gateway", "reason"),
-    [
-        ("HeadOnly", "127.0.0.1", None, "proxy_location: HeadOnly opens a port that nothing needs"),
-        ("Disabled", "10.0.0.7", None, "http_options.host: 10.0.0.7 is for a gateway"),
-        ("Disabled", "127.0.0.1", {}, "proxy_location: the gateway needs HeadOnly"),
-        ("HeadOnly", "10.0.0.7", {}, "http_options.host: 10.0.0.7 is open to others; set args.tokens_file"),
-        ("HeadOnly", "127.0.0.1", {"app_name": "other"}, "args.app_name is 'other'; the service here is 'tailrace'"),
-    ],
-)
-def test_a_port_is_open_for_a_gateway_alone_and_beyond_loopback_with_tokens_alone(location, host, gateway, reason):
-    application = None if gateway is None else GatewayApplication(args=gateway)
-    with pytest.raises(ValueError, match=reason):
-        check_http(location, HttpOptions(host=host), application, "tailrace")
+def test_a_port_beyond_loopback_needs_tokens():
+    with pytest.raises(ValidationError, match=r"host: 10.0.0.7 is open to others; set tokens_file"):
+        GatewayConfig(host="10.0.0.7")
+    assert GatewayConfig(host="10.0.0.7", tokens_file="/tokens").host == "10.0.0.7"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_all_interfaces_are_refused(host):
     with pytest.raises(ValidationError, match="not all interfaces"):
-        HttpOptions(host=host)
+        GatewayConfig(host=host)

@@ -221,8 +221,8 @@ def test_a_shard_keeps_what_is_finished_over_a_restart(tmp_path):
 
     async def first():
         shard = ContextShard(config, 0)
-        await shard.finish(GROUP, 4, [answer(0), answer(1, 30, finished=False)])
-        await shard.finish(GROUP, 4, [answer(0)])
+        await shard.finish([(GROUP, 4, [answer(0), answer(1, 30, finished=False)])])
+        await shard.finish([(GROUP, 4, [answer(0)])])
         await shard.reward(GROUP.prompt_key, 4, {1: 0.25})
         seen = await shard.inspect("p")
         late = asyncio.create_task(shard.end(GROUP))
@@ -248,12 +248,12 @@ def test_a_shard_keeps_what_is_finished_over_a_restart(tmp_path):
 def test_a_history_that_breaks_under_way_is_counted_and_costs_nothing_else(tmp_path):
     async def work():
         shard = ContextShard(ContextConfig(history_dir=str(tmp_path)), 0)
-        await shard.finish(GROUP, 1, [answer(0)])
+        await shard.finish([(GROUP, 1, [answer(0)])])
         (path,) = (path for path in tmp_path.glob("*.sqlite"))
         base = sqlite3.connect(path)
         base.execute("DROP TABLE answers")
         base.commit()
-        await shard.finish(GROUP, 2, [answer(0)])
+        await shard.finish([(GROUP, 2, [answer(0)])])
         past, lengths = await shard.past([GROUP]), await shard.lengths([GROUP.prompt_key])
         return past, lengths, await shard.inspect("p"), await shard.status()
 

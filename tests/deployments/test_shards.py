@@ -72,7 +72,7 @@ def test_answers_and_rewards_are_the_history_of_later_groups():
     async def work():
         shard, own = ContextShard(ContextConfig(), 0), GROUPS[0]
         answers = [Answer(0, 1, None, True, np.arange(3, dtype=np.int32))]
-        await shard.finish(own, 1, answers)
+        await shard.finish([(own, 1, answers)])
         await shard.reward(own.prompt_key, 1, {0: 1.5, 9: 2.0})
         assert list(await shard.lengths([own.prompt_key])) == [own.prompt_key]
         assert [

@@ -10,7 +10,7 @@ from waiting import until
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
-from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config, with_engine
+from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, load_config, with_engine
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.deployments.staging.slots import service_name
 from tailrace.policies.families.registry import Policies
@@ -39,11 +39,10 @@ def gateway(
         port = probe.getsockname()[1]
     settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512, "vllm_args": vllm_args or {}}
     file = with_engine(load_config(FILE), settings)
-    usual = {"max_body_bytes": 20_000, "tool_parser": "hermes"}
+    usual = {"max_body_bytes": 20_000, "tool_parser": "hermes", "port": port}
     config = GatewayConfig(tokens_file=str(tokens), **(usual | changes))
     application = GatewayApplication(args=config)
-    with_gateway = {"applications": (file.application, application), "http_options": HttpOptions(port=port)}
-    with service(file.model_copy(update=with_gateway), None) as client:
+    with service(file.model_copy(update={"applications": (file.application, application)}), None) as client:
         url = f"http://127.0.0.1:{port}"
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
         yield url, client

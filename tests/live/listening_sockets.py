@@ -22,6 +22,7 @@ ROLES = {
     r"ray::ServeReplica:\w+:Coordinator": "coordinator",
     r"ray::ServeReplica:\w+:Engine": "engine",
     r"ray::ServeReplica:\w+:Drafter": "drafter",
+    r"ray::ServeReplica:\w+:Gateway": "gateway",
     r"ray::ShardActor": "context shard",
     r"ray::MasterActor": "pool master actor",
     r"ray::StoreActor": "store actor",

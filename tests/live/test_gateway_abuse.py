@@ -1,4 +1,4 @@
-"""Abuse of a gateway behind Serve's proxy, over real sockets: what it held is given back, and no token changes.
+"""Abuse of a service's gateway, over real sockets: what it held is given back, and no token changes.
 
 The same over the simulated cluster, where every book can be read: test_gateway_abuse_simulated.py.
 """
@@ -25,7 +25,7 @@ EACH = 4
 """Of each abuse at once: more than the gateway takes, together."""
 
 GROUPS = (PromptGroup(prompt_id="g", token_ids=(5, 300, 7, 41), samples=12, max_tokens=60),)
-SERVERS = ("ray::ProxyActor", "ray::ServeReplica:gateway", "ray::ServeReplica:tailrace:Coordinator")
+SERVERS = ("ray::ServeReplica:gateway", "ray::ServeReplica:tailrace:Coordinator")
 ODD_FORMS = (
     {"regex": "(a{1,500}b){1,500}"},
     {"json": json.dumps({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}})},

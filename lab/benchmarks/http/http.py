@@ -30,7 +30,9 @@ SPARE_FILES = 500
 def measure(
     file: ServeFile, requests: int, max_tokens: int, max_running: int, repeats: int, say: Callable[[str], None]
 ) -> dict:
-    """Figures of both servers: medians over `repeats` turns of `requests` at once. `ratio_to_vllm`: of requests/s."""
+    """Figures of both servers: medians over `repeats` turns of `requests` at once. `ratio_to_vllm`: of requests/s;
+    `p99_to_vllm`: of p99.
+    """
     allow_files(requests * FILES_OF_ONE_REQUEST + SPARE_FILES)
     with tempfile.TemporaryDirectory(prefix="tailrace-http-") as scratch:
         say("making a tiny model")
@@ -48,6 +50,7 @@ def measure(
     return {
         "requests_per_s": ours["requests_per_s"],
         "ratio_to_vllm": round(ours["requests_per_s"] / theirs["requests_per_s"], 3),
+        "p99_to_vllm": round(ours["p99_s"] / theirs["p99_s"], 3),
         "errors": sum(sum(one["errors"].values()) for one in found.values()),
         "servers": found,
         "requests": requests,

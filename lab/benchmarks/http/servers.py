@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.app.config import GatewayApplication, HttpOptions, ServeFile, with_engine
+from tailrace.app.config import GatewayApplication, ServeFile, with_engine
 from tailrace.app.errors import Failed
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.deployments.replica_count import fixed
@@ -73,9 +73,8 @@ def ours(file: ServeFile, shape: EngineShape, args: GatewayConfig | None = None)
     settings = {"model": str(shape.model), "max_running": shape.max_running, "max_model_len": shape.max_model_len}
     file = with_engine(file, settings | {"kv_cache_gib": shape.kv_cache_gib, "block_tokens": 32, "cores": 1})
     application = file.application.with_args(replicas=fixed(1))
-    gateway = GatewayApplication(args=args or GatewayConfig())
-    changes = {"applications": (application, gateway), "http_options": HttpOptions(port=port)}
-    with service(file.model_copy(update=changes), None):
+    gateway = GatewayApplication(args=(args or GatewayConfig()).model_copy(update={"port": port}))
+    with service(file.model_copy(update={"applications": (application, gateway)}), None):
         address = f"http://127.0.0.1:{port}"
         await_health(address)
         yield address

@@ -1,4 +1,4 @@
-"""The gateway behind Serve's proxy: real clients over HTTP, and the tokens that a batch has."""
+"""The gateway of a service: real clients over HTTP, and the tokens that a batch has."""
 
 import asyncio
 import json
@@ -14,6 +14,8 @@ from waiting import until
 
 from tailrace.app.model import perturbed
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
+from tailrace.http import Client
+from tailrace.lab.verification.disturbances import kill_actors
 
 OPEN = {
     "type": "object",
@@ -254,3 +256,22 @@ def test_a_service_sleeps_in_the_middle_of_a_request_and_says_what_it_holds(addr
     assert choice["token_ids"] == expected["token_ids"] and choice["sampling_mask"] == expected["sampling_mask"]
     for token, kept in zip(choice["token_ids"], choice["sampling_mask"], strict=True):
         assert token in kept and 1 <= len(kept) <= 20
+
+
+@pytest.mark.parametrize("killed", ["#Coordinator#", "#Gateway#"])
+def test_requests_in_flight_outlive_a_killed(address, killed):
+    url, client = address
+    over_http = Client(url, TOKENS["evaluator"])
+    sampling = SamplingParams(ignore_eos=True)
+    group = PromptGroup(prompt_id="long", token_ids=PROMPT, samples=16, max_tokens=400, sampling=sampling)
+
+    def roll(name: str) -> list:
+        (found,) = over_http.rollout_blocking(RolloutBatch(batch_id=name, groups=(group,), seed=4))
+        return [sample.token_ids for sample in found.samples]
+
+    expected = roll("undisturbed")
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(roll, f"without {killed}")
+        until(lambda: client.status_blocking().running)
+        assert kill_actors(killed) == 1
+        assert again.result(timeout=150) == expected

@@ -89,11 +89,12 @@ def test_ray_s_page_has_every_series_and_opens_no_port_of_ours(running, before):
     assert [value for _, value in counts] == sorted(value for _, value in counts) and counts[-1][1] > 0
 
     sockets, table = listening(psutil.Process(), before), documented()
-    for role in ("coordinator", "dashboard agent"):
+    # The page itself, but perhaps not the agent's own port; the coordinator's for lines from gateways.
+    more = {"dashboard agent": 1 - without_agent_port(psutil.Process()), "coordinator": 1}
+    for role, added in more.items():
         (numbers,) = sockets[role]
-        # The page itself, but perhaps not the agent's own port.
-        more = role == "dashboard agent" and 1 - without_agent_port(psutil.Process())
-        assert (numbers.on_node, numbers.on_all) == (int(table[role][0]) + more, 0), f"{role}: {numbers}"
+        assert (numbers.on_node, numbers.on_all) == (int(table[role][0]) + added, 0), f"{role}: {numbers}"
+    assert sockets["gateway"] == {(3, 0)}, "Ray's, Serve's, and its own"
 
 
 @pytest.mark.long

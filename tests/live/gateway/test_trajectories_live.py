@@ -1,4 +1,4 @@
-"""Trajectories behind Serve's proxy: packages of OpenAI and Anthropic, the Python client, and the example."""
+"""Trajectories over HTTP: packages of OpenAI and Anthropic, the Python client, and the example."""
 
 import asyncio
 import json

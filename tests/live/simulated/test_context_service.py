@@ -121,7 +121,7 @@ def test_lengths_that_are_late_or_failed_are_none_and_others_come():
 @pytest.mark.parametrize(
     ("method", "tell", "arguments"),
     [
-        ("finish", lambda service: service.finish(GROUP, 4, ANSWERS), (GROUP, 4, ANSWERS)),
+        ("finish", lambda service: service.finish(GROUP, 4, ANSWERS), ([(GROUP, 4, ANSWERS)],)),
         ("end", lambda service: service.end(GROUP), (GROUP,)),
         ("reward", lambda service: service.reward(GROUP.prompt_key, 4, {0: 1.5}), (GROUP.prompt_key, 4, {0: 1.5})),
     ],
@@ -137,6 +137,26 @@ def test_what_is_told_goes_to_the_prompt_s_shard_once_and_nobody_waits(method, t
         assert not service._told
 
     assert play(story, peers).counts() == {method: 1, "shards": 3}
+
+
+def test_calls_during_a_call_go_together_and_rewards_after_their_answers():
+    peers = Peers(1)
+    peers.answers["lengths"] = lengths_of
+    peers.fails[0, "finish"] = [asyncio.sleep(0.2)]
+
+    async def story(service):
+        for epoch in range(4):
+            service.finish(GROUP, epoch, ANSWERS)
+            await asyncio.sleep(0.01)
+        service.reward(GROUP.prompt_key, 3, {0: 1.5})
+        found = await asyncio.gather(*(service.lengths([key]) for key in (*KEYS, KEYS[0])))
+        assert [sorted(one) for one in found] == [[key] if key != KEYS[1] else [] for key in (*KEYS, KEYS[0])]
+        await asyncio.sleep(1.0)
+
+    play(story, peers)
+    one, others = ([epoch for _, epoch, _ in ended] for _, ended in peers.named("finish"))
+    assert (one, others) == ([0], [1, 2, 3])
+    assert [name for _, name, *_ in peers.calls][-1] == "reward" and peers.named("lengths") == [(0, KEYS)]
 
 
 @pytest.mark.parametrize("error", [RayActorError(), NoShard("0")])
