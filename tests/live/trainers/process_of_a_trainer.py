@@ -1,6 +1,6 @@
 """One of several processes of a trainer, started by `test_processes.py` with torchrun's variables.
 
-Arguments: a model folder, a folder for outputs, and whether the service fails. Writes what it trained on to RANK.json.
+Arguments: a model folder, a folder for outputs, and the kind of service. Writes what it trained on to RANK.json.
 """
 
 import json
@@ -14,15 +14,6 @@ from live.trainers.test_attach import logged, trainer_of, weights
 
 from tailrace import attach
 from tailrace.app.train.record.checksum import weights_checksum
-from tailrace.policies.protocol.actions import SampleEnd
-
-
-class Failing(StandIn):
-    """Gives up each sample."""
-
-    def _sample(self, batch, group, index):
-        update = {"finish_reason": SampleEnd.FAILED, "error": "gave up after 5 attempts"}
-        return super()._sample(batch, group, index).model_copy(update=update)
 
 
 class Refusing(StandIn):
@@ -33,7 +24,7 @@ class Refusing(StandIn):
         raise ValueError("these weights are refused")
 
 
-SERVICES = {"whole": StandIn, "failing": Failing, "refusing": Refusing}
+SERVICES = {"whole": StandIn, "refusing": Refusing}
 
 
 def main(model: Path, out: Path, service: str) -> None:
