@@ -43,7 +43,7 @@ from tailrace.deployments.messages.status import (
     SampleLog,
     ServiceSnapshot,
 )
-from tailrace.deployments.staging.slots import memory_source
+from tailrace.deployments.staging.slots import MemorySource, memory_source
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 
@@ -189,6 +189,22 @@ class RolloutClient:
         return await self.commit_weights(await self.stage_weights(version, tensors), score)
 
     send_weights_blocking = blocking(send_weights)
+
+    async def publish_weights(self, phase: str, version: int, rank: int, content: object = None) -> object:
+        """Runs one phase of a rank that publishes a version with others, for `tailrace.weights.publish`.
+
+        `phase`, `content` and the answer: see `deployments.messages.pieces.PublishPhase`. Raises WeightsRejected, one
+        line, once the version has ended without being loaded.
+        """
+        answer = accepted(
+            await self._connection.send("publish_weights", phase, version, rank, content), "publish_weights"
+        )
+        if isinstance(answer, WeightsLoaded):
+            source = MemorySource(self._staging.name(), version, answer.digest)
+            self._weights.remember(version, str(source), answer.digest)
+        return answer
+
+    publish_weights_blocking = blocking(publish_weights)
 
     async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
         """Runs one phase of an update as vLLM's trainer engines drive it: `init`, `start`, `part`, `finish`,

@@ -44,7 +44,7 @@ def slots(tmp_path, monkeypatch) -> Slots:
 
     slots, kept = Slots("app-0", tmp_path), []
     monkeypatch.setattr(staged_weights, "Slots", lambda name: Slots(name, tmp_path))
-    monkeypatch.setattr(staged_weights.Staging, "_name", lambda self: "app-0")
+    monkeypatch.setattr(staged_weights.Staging, "name", lambda self: "app-0")
     monkeypatch.setattr(keeper, "keep_slots", lambda *given: kept.append(given))
     object.__setattr__(slots, "kept", kept)
     return slots

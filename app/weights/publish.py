@@ -1,0 +1,183 @@
+"""Weights from every rank of a trainer: each stages what it holds, and the service loads the whole.
+
+    loaded = tailrace.weights.publish(7, model)       # on all ranks, FSDP2 or tensor-parallel; nothing is gathered
+    publishing = tailrace.weights.begin(8, model)     # returns once this rank's tensors may change
+    loaded = publishing.wait()
+
+Invariant: ranks meet through the service alone, never in a collective, and every wait has a limit. A rank that is lost
+ends its version on all ranks, and the service keeps its weights.
+"""
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from queue import Queue
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import WeightsRejected
+from tailrace.app.cluster import connect
+from tailrace.app.weights.held_pieces import HeldPiece, held_pieces
+from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.messages.liveness import RENEW_S
+from tailrace.deployments.messages.pieces import PublishPhase, RankPart, RankPlan
+from tailrace.deployments.messages.rollout import WeightsLoaded
+from tailrace.deployments.messages.scores import Score
+from tailrace.deployments.staging.piece_files import PieceFiles
+from tailrace.deployments.staging.slots import AlreadyStaging, Slots
+from tailrace.deployments.staging.stage import Stage, as_bytes, room_for
+
+TIMEOUT_S = 120.0
+"""Maximum seconds for all ranks to join, again for all to stage, and for the leader to seal. Ranks end a step together,
+and a rank stages some GB a second.
+"""
+
+LOAD_S = 1200.0
+"""Maximum seconds for the replicas to check and then to load, beyond the ranks' own phases."""
+
+
+def publish(
+    version: int,
+    held: object,
+    *,
+    client: RolloutClient | None = None,
+    group: object = None,
+    score: Score = (),
+    timeout_s: float = TIMEOUT_S,
+) -> WeightsLoaded:
+    """Publishes a version from all ranks, each with what it holds. Call it on every rank; see `begin` and `wait`."""
+    return begin(version, held, client=client, group=group, score=score, timeout_s=timeout_s).wait()
+
+
+def begin(
+    version: int,
+    held: object,
+    *,
+    client: RolloutClient | None = None,
+    group: object = None,
+    score: Score = (),
+    timeout_s: float = TIMEOUT_S,
+) -> "Publishing":
+    """Stages what this rank holds. Returns once its tensors may change; the rest goes on behind it.
+
+    `held`: a model, a state dict or (name, tensor) pairs, by the names of a saved folder: DTensors, `Slice`s, or whole
+    tensors, which ranks may have in common. `client`: by default a new one. `group`: the ranks that publish, a process
+    group; by default all of torch.distributed, or this process alone without it. `score`: see `client.update_weights`;
+    one rank's is enough. `timeout_s`: see TIMEOUT_S. Raises StageRefused, one line, for a tensor that cannot be staged.
+    """
+    rank, world_size = _place(group)
+    pieces = held_pieces(held)
+    part = RankPart(world_size, "", False, timeout_s, tuple(one.piece for one in pieces), tuple(score))
+    return Publishing(PublishingRank(client or connect(), version, rank), part, pieces)
+
+
+class Publishing:
+    """A version that this rank publishes, on a thread. `staged_s`: seconds in which its tensors had to stay."""
+
+    def __init__(self, rank: "PublishingRank", part: RankPart, pieces: list[HeldPiece]):
+        self._result: Queue = Queue(1)
+        began_s, staged = time.monotonic(), threading.Event()
+        work = rank.publish(part, pieces, staged.set)
+        threading.Thread(target=self._run, args=(work, staged), daemon=True, name="publish").start()
+        staged.wait()
+        self.staged_s = time.monotonic() - began_s
+
+    def wait(self) -> WeightsLoaded:
+        """Returns once the replicas hold the version. Raises WeightsRejected, one line, on every rank, if it has ended;
+        the service then keeps its weights.
+        """
+        loaded, error = result = self._result.get()
+        self._result.put(result)
+        if error is not None:
+            raise error
+        return loaded.model_copy(update={"staged_s": self.staged_s})
+
+    def _run(self, work: Coroutine, staged: threading.Event) -> None:
+        try:
+            self._result.put((asyncio.run(work), None))
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again in the caller's
+            self._result.put((None, error))
+        finally:
+            staged.set()
+
+
+@dataclass(frozen=True)
+class PublishingRank:
+    """The calls of one rank for one version."""
+
+    client: RolloutClient
+    version: int
+    rank: int
+
+    async def publish(self, part: RankPart, pieces: list[HeldPiece], staged: Callable[[], None]) -> WeightsLoaded:
+        """Joins, stages and waits for the end. `part`: without its node. `staged`: called once tensors may change."""
+        slots, status = Slots(await self.client.own_slots()), await self.client.status()
+        stage = await asyncio.to_thread(_lead, slots, self.version, (status.weights_version, status.weights_digest))
+        renewing = asyncio.create_task(self._renew())
+        try:
+            part = part._replace(node=_node(), leads=stage is not None)
+            async with asyncio.timeout(4 * part.timeout_s + LOAD_S):
+                plan = await self._call(PublishPhase.JOIN, part)
+                if stage is not None:
+                    await asyncio.to_thread(stage.lay, plan.tensors)
+                checksums = await asyncio.to_thread(self._write, slots, plan, pieces)
+                staged()
+                answer = await self._call(PublishPhase.STAGED, checksums)
+                if stage is not None:
+                    answer = await self._call(PublishPhase.SEALED, await asyncio.to_thread(stage.seal, answer))
+                return answer
+        except WeightsRejected:
+            raise
+        except BaseException as error:  # of this rank: the others have to hear of it, and it is raised again
+            with contextlib.suppress(Exception):
+                await self._call(PublishPhase.FAILED, one_line(error))
+            raise
+        finally:
+            renewing.cancel()
+            if stage is not None:
+                stage.drop()
+
+    def _call(self, phase: PublishPhase, content: object = None) -> Awaitable:
+        return self.client.publish_weights(phase, self.version, self.rank, content)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            with contextlib.suppress(Exception):  # the service is unreachable; the call under way raises
+                await self._call(PublishPhase.RENEW)
+
+    def _write(self, slots: Slots, plan: RankPlan, pieces: list[HeldPiece]) -> tuple[str, ...]:
+        """Writes the pieces of the plan. Returns the checksum of each."""
+        files, found = PieceFiles(slots.part, plan.tensors), []
+        try:
+            for piece, values in map(pieces.__getitem__, plan.written):
+                _, _, data = as_bytes(str(piece), values)
+                with room_for(slots, f"weights {self.version}: {piece} needs {len(data):,} bytes"):
+                    found.append(files.write(piece, data))
+        finally:
+            files.close()
+        return tuple(found)
+
+
+def _lead(slots: Slots, version: int, served: tuple[int, str]) -> Stage | None:
+    """Returns the stage of this node, or None if another rank, or another trainer, has it."""
+    with contextlib.suppress(AlreadyStaging):
+        return Stage(slots, version, served)
+    return None
+
+
+def _place(group: object) -> tuple[int, int]:
+    """Returns this process's rank and the number of ranks."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+
+def _node() -> str:
+    import ray
+
+    return ray.get_runtime_context().get_node_id()

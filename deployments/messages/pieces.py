@@ -1,0 +1,72 @@
+"""Parts of tensors that one rank of a trainer holds, and the messages by which ranks publish a version together."""
+
+from enum import StrEnum
+from math import prod
+from typing import NamedTuple
+
+from tailrace.deployments.messages.scores import Score
+
+
+class TensorForm(NamedTuple):
+    """A whole tensor. `kind`: its type, as safetensors names it."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A box of values of a whole tensor: from index `start` on, `extent` values along each dimension."""
+
+    tensor: TensorForm
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def values(self) -> int:
+        return prod(self.extent)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.extent == self.tensor.shape
+
+    def __str__(self) -> str:
+        return self.tensor.name if self.is_whole else f"{self.tensor.name} from {list(self.start)}"
+
+
+class PublishPhase(StrEnum):
+    """Calls of a rank, in order. All but `renew` and `failed` wait for other ranks."""
+
+    JOIN = "join"  # with a RankPart; answered with a RankPlan once all ranks have joined
+    STAGED = "staged"  # with the checksums of the written pieces; the leader gets all, others the end
+    SEALED = "sealed"  # of the leader, with the source; answered with the end
+    RENEW = "renew"  # the rank lives
+    FAILED = "failed"  # with the reason, one line
+
+
+class RankPart(NamedTuple):
+    """What a rank holds. `node`: where it runs. `leads`: it may write the slot of its node. `timeout_s`: maximum
+    seconds for the ranks to join, and again to stage.
+    """
+
+    world_size: int
+    node: str
+    leads: bool
+    timeout_s: float
+    pieces: tuple[Piece, ...]
+    score: Score = ()
+
+
+class RankPlan(NamedTuple):
+    """All tensors, in the order of their files, and the places of the pieces in the rank's part that it writes."""
+
+    tensors: tuple[TensorForm, ...]
+    written: tuple[int, ...]
+
+
+class StagedPiece(NamedTuple):
+    """A piece, the rank that wrote it, and the checksum of the rank's own values."""
+
+    rank: int
+    piece: Piece
+    checksum: str
