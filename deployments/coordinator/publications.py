@@ -46,8 +46,8 @@ class Publication:
                 self.end(reason)
 
     def end(self, reason: str) -> None:
-        """Ends the version for all ranks, unless it has ended."""
-        if not self.outcome.done():
+        """Ends the version for all ranks, unless it is sealed or has ended."""
+        if not (self.sealed or self.outcome.done()):
             self.outcome.set_result(Rejected(reason=f"weights {self.version}: {reason}; the service keeps its weights"))
 
     def renew(self, rank: int) -> None:
@@ -177,13 +177,11 @@ class Publications:
             latest = self._latest = Publication(version, part)
             self._spawn(latest.watch())
         elif latest.version > version:
-            return Rejected(
-                reason=f"weights {version}: the ranks have gone on to {latest.version}; rank {rank} is late"
-            )
-        if latest.outcome.done():
-            ended = latest.outcome.result()
-            twice = Rejected(reason=f"weights {version}: rank {rank} has sent it twice; the service holds it")
-            return ended if isinstance(ended, Rejected) else twice
+            return Rejected(reason=f"weights {version}: rank {rank} is late; others have gone on to {latest.version}")
+        if latest.outcome.done() and isinstance(ended := latest.outcome.result(), Rejected):
+            return ended
+        if latest.sealed:
+            return Rejected(reason=f"weights {version}: rank {rank} has sent it twice; it is loaded once")
         await latest.join(rank, part)
         plans = await latest.first_of(latest.plans)
         return plans if isinstance(plans, Rejected) else plans[rank]
@@ -191,12 +189,10 @@ class Publications:
     async def _commit(self, publication: Publication, source: MemorySource) -> None:
         score = next((part.score for _, part in sorted(publication.parts.items()) if part.score), ())
         try:
-            loaded = await self._load(publication.version, str(source), source.digest, score)
+            outcome = await self._load(publication.version, str(source), source.digest, score)
         except Exception as error:  # noqa: BLE001 - of the update: every rank has to hear of it
-            return publication.end(one_line(error))
-        if not publication.outcome.done():
-            publication.outcome.set_result(loaded)
-        return None
+            outcome = Rejected(reason=f"weights {publication.version}: {one_line(error)}")
+        publication.outcome.set_result(outcome)
 
 
 def _ranks(ranks: list[int]) -> str:
