@@ -156,7 +156,9 @@ def test_the_leader_s_death_before_it_has_sealed_ends_the_version(play):
         other = site.rank(1, 2, second)
         while site.book._latest is None or not site.book._latest.plans.done():
             await asyncio.sleep(0.1)
-        site._spawn(site.book.run(PublishPhase.STAGED, 5, 0, ("0" * 32,) * len(site.book._latest.plans.result()[0].written)))
+        site._spawn(
+            site.book.run(PublishPhase.STAGED, 5, 0, ("0" * 32,) * len(site.book._latest.plans.result()[0].written))
+        )
         (reason,) = await site.ends(other)
         assert reason in (lost(5, "rank 0 has been silent for 12 s"), lost(5, "rank 0 has not sealed within 30 s"))
         assert not site.loads
@@ -200,9 +202,7 @@ def test_a_rank_that_sends_twice_ends_the_version_while_it_is_open_and_changes_n
         ranks = site.rank(0, 2, first), site.rank(0, 2, first)
         assert await site.ends(*ranks) == [lost(5, "rank 0 has sent it twice")] * 2
         await site.ends(*(site.rank(i, 2, held, 6) for i, held in enumerate(halves())))
-        assert await site.ends(site.rank(1, 2, second, 6)) == [
-            "weights 6: rank 1 has sent it twice; it is loaded once"
-        ]
+        assert await site.ends(site.rank(1, 2, second, 6)) == ["weights 6: rank 1 has sent it twice; it is loaded once"]
         assert [version for version, *_ in site.loads] == [6]
 
     play(story)
@@ -227,7 +227,9 @@ def test_a_rank_whose_copy_fails_tells_the_others(play):
 def test_odd_calls_are_refused_in_one_line(play):
     async def story(site):
         first, second = halves()
-        assert await site.ends(site.rank(0, 2, first, version=4)) == ["weights version 4 is not above 4; versions only grow"]
+        assert await site.ends(site.rank(0, 2, first, version=4)) == [
+            "weights version 4 is not above 4; versions only grow"
+        ]
         assert await site.ends(site.rank(2, 2, first)) == [lost(5, "rank 2 is none of 2")]
         ranks = site.rank(0, 2, first, 6), site.rank(1, 3, second, 6)
         reason = "rank 1 is one of 3 ranks, and the first to come one of 2"

@@ -75,7 +75,9 @@ def test_pieces_written_by_any_ranks_are_the_whole_to_the_bit(tmp_path_factory, 
     ranks = data.draw(st.integers(1, 4))
     parts = {rank: [] for rank in range(ranks)}
     for name, array in arrays.items():
-        cuts = [sorted(data.draw(st.sets(st.integers(1, max(1, side - 1)), max_size=2)) - {side}) for side in array.shape]
+        cuts = [
+            sorted(data.draw(st.sets(st.integers(1, max(1, side - 1)), max_size=2)) - {side}) for side in array.shape
+        ]
         spans = [list(zip([0, *cut], [*cut, side], strict=True)) for cut, side in zip(cuts, array.shape, strict=True)]
         form = TensorForm(name, {"u1": "U8", "f4": "F32", "f2": "F16", "i8": "I64"}[array.dtype.str[1:]], array.shape)
         for part in product(*spans):
@@ -134,7 +136,8 @@ def test_a_piece_with_other_bytes_than_its_rank_had_is_named(tmp_path):
     stage.lay((FORM,))
     files, pieces = PieceFiles(slots.part, (FORM,)), [box(FORM, (0, 0), (4, 2)), box(FORM, (0, 2), (4, 4))]
     made = [
-        StagedPiece(rank, piece, files.write(piece, memoryview(bytes(4 * piece.values)))) for rank, piece in enumerate(pieces)
+        StagedPiece(rank, piece, files.write(piece, memoryview(bytes(4 * piece.values))))
+        for rank, piece in enumerate(pieces)
     ]
     files.write(pieces[1], memoryview(b"\1" * 64))
     with pytest.raises(StageRefused, match=r"^rank 1: a from \[0, 2\] is staged with other bytes$"):

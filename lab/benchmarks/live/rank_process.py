@@ -1,0 +1,90 @@
+"""One rank of a stand-in trainer: a real model in one layout, which changes its weights and publishes them.
+
+`python -m tailrace.lab.benchmarks.live.rank_process RANK_JOB`: a RankJob as JSON. Prints a row of figures for each
+version, as JSON. Started by `ranks`.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: those to publish, in order."""
+
+    rank: int
+    world_size: int
+    port: int
+    address: str
+    model: str
+    layout: str
+    versions: tuple[int, ...]
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2}
+"""Number of ranks by layout: one process, FSDP2, tensor parallelism."""
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+"""Layers whose outputs and whose inputs tensor parallelism divides, as Megatron does."""
+
+
+def laid_out(model, layout: str, world_size: int):
+    """Returns the model, sharded in place."""
+    if layout == "one":
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    if layout.startswith("fsdp2"):
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for layer in model.model.layers:
+        plan = {name: ColwiseParallel() for name, _ in layer.named_modules() if name.rpartition(".")[2] in COLUMNS}
+        plan |= {name: RowwiseParallel() for name, _ in layer.named_modules() if name.rpartition(".")[2] in ROWS}
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def main(job: RankJob) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    from transformers import AutoModelForCausalLM
+
+    if job.world_size > 1:
+        where = f"tcp://127.0.0.1:{job.port}"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
+    model = laid_out(model, job.layout, job.world_size)
+    from tailrace import weights
+    from tailrace.app.cluster import connect
+
+    client = connect(job.address)
+    for version in job.versions:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.001)
+        sys.stdin.readline()  # all ranks are told at once
+        began_s = time.monotonic()
+        publishing = weights.begin(version, model, client=client)
+        loaded = publishing.wait()
+        row = {"update_s": time.monotonic() - began_s, "blocked_s": publishing.staged_s}
+        print(json.dumps(row | {"paused_s": list(loaded.paused_s.values()), "digest": loaded.digest}), flush=True)
+    os._exit(0)  # the others may still wait for their end
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    main(RankJob(**given))
