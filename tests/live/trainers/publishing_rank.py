@@ -1,7 +1,7 @@
 """One rank of a trainer, as a process: torch.distributed over gloo, models in several layouts, and a death on request.
 
-`publishing_rank.py RANK WORLD PORT ADDRESS ROOT LAYOUT,... MORTAL DEATH`. MORTAL: whether a rank dies; DEATH: how this one
-does, or none. The service is a `publication_server`. Saves the whole tensors of each layout, gathered for the test
+`publishing_rank.py RANK WORLD PORT ADDRESS ROOT LAYOUT,... MORTAL DEATH`. MORTAL: whether a rank dies; DEATH: how this
+one does, or none. The service is a `publication_server`. Saves the whole tensors of each layout, gathered for the test
 alone, in ROOT.
 """
 

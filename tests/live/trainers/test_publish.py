@@ -1,4 +1,4 @@
-"""Real ranks over gloo publish what they hold: the pieces are the whole to the bit, and a killed rank costs one version."""
+"""Real ranks over gloo publish what they hold: pieces are the whole to the bit, and a killed rank costs one version."""
 
 import os
 import signal
@@ -25,11 +25,11 @@ def free_port() -> int:
 
 def run_ranks(server, root, layouts: str, world: int, death: tuple[int, str] | None = None) -> list[str]:
     """What each rank has printed; empty for one that was killed. None hangs."""
-    port = free_port()
+    port, mortal = free_port(), "mortal" if death else "immortal"
+    deaths = [death[1] if death and death[0] == rank else "none" for rank in range(world)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), str(world), str(port), server.address, str(root), layouts]
-            + ["mortal" if death else "immortal", death[1] if death and death[0] == rank else "none"],
+            [sys.executable, SCRIPT, *map(str, (rank, world, port, server.address, root, layouts, mortal, deaths[rank]))],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(world)
