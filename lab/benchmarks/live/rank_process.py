@@ -27,6 +27,10 @@ class RankJob:
         return json.dumps(asdict(self))
 
 
+TIMEOUT_S = 60.0
+CHANGE = 1.001
+"""Factor of all weights from one version to the next."""
+
 LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2}
 """Number of ranks by layout: one process, FSDP2, tensor parallelism."""
 
@@ -75,13 +79,18 @@ def main(job: RankJob) -> None:
     for version in job.versions:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1.001)
+                parameter.mul_(CHANGE)
+        print("ready", flush=True)
         sys.stdin.readline()  # all ranks are told at once
         began_s = time.monotonic()
-        publishing = weights.begin(version, model, client=client)
-        loaded = publishing.wait()
-        row = {"update_s": time.monotonic() - began_s, "blocked_s": publishing.staged_s}
-        print(json.dumps(row | {"paused_s": list(loaded.paused_s.values()), "digest": loaded.digest}), flush=True)
+        try:
+            publishing = weights.begin(version, model, client=client, timeout_s=TIMEOUT_S)
+            loaded = publishing.wait()
+        except ValueError as error:
+            row = {"refused": str(error)}
+        else:
+            row = {"paused_s": list(loaded.paused_s.values()), "digest": loaded.digest, "blocked_s": loaded.staged_s}
+        print(json.dumps(row | {"update_s": time.monotonic() - began_s}), flush=True)
     os._exit(0)  # the others may still wait for their end
 
 

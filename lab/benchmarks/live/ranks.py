@@ -22,9 +22,6 @@ from tailrace.app.model import resolve_model
 from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
 from tailrace.lab.benchmarks.live.rank_process import LAYOUTS, RankJob
 
-READY_S, UPDATE_S = 300.0, 300.0
-"""Maximum seconds for ranks to load a model and connect, and for an update."""
-
 
 def measure(file: ServeFile, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]) -> dict:
     """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish."""
@@ -55,42 +52,57 @@ async def _updates(
     load: DecodingLoad, model: Path, layout: str, versions: range, say: Callable[[str], None]
 ) -> list[list[dict]]:
     """Returns the rows of all ranks by version."""
-    ranks = _started(model, layout, tuple(versions))
-    try:
+    with RankProcesses(model, layout, tuple(versions)) as ranks:
         rows = []
         for version in versions:
             await load.busy(version - 1)
-            for rank in ranks:
-                rank.stdin.write("\n")
-                rank.stdin.flush()
-            lines = await asyncio.gather(*(_line(rank) for rank in ranks))
-            rows.append([json.loads(line) for line in lines])
+            rows.append(await asyncio.to_thread(ranks.publish))
             say(f"{layout}, version {version}: {rows[-1]}")
         return rows
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
-async def _line(rank: subprocess.Popen) -> str:
-    line = await asyncio.wait_for(asyncio.to_thread(rank.stdout.readline), READY_S + UPDATE_S)
-    if not line:
-        raise Failed(f"a rank has ended: {rank.args[-1]}")
-    return line
+class RankProcesses:
+    """The ranks of one layout, as processes connected to this process's cluster. `versions`: those to publish."""
 
+    def __init__(self, model: Path, layout: str, versions: tuple[int, ...]):
+        import ray
 
-def _started(model: Path, layout: str, versions: tuple[int, ...]) -> list[subprocess.Popen]:
-    import ray
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        address, size = ray.get_runtime_context().gcs_address, LAYOUTS[layout]
+        jobs = [RankJob(rank, size, port, address, str(model), layout, versions) for rank in range(size)]
+        command = [sys.executable, "-m", "tailrace.lab.benchmarks.live.rank_process"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        environment = os.environ | LOOPBACK_ONLY
+        self.processes = [subprocess.Popen([*command, job.text()], env=environment, **pipes) for job in jobs]
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address, world_size = ray.get_runtime_context().gcs_address, LAYOUTS[layout]
-    jobs = [RankJob(rank, world_size, port, address, str(model), layout, versions) for rank in range(world_size)]
-    command = [sys.executable, "-m", "tailrace.lab.benchmarks.live.rank_process"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return [subprocess.Popen([*command, job.text()], env=os.environ | LOOPBACK_ONLY, **pipes) for job in jobs]
+    def __enter__(self) -> "RankProcesses":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def publish(self) -> list[dict]:
+        """Has all ranks publish the next version. Returns their rows. Raises Failed if a rank has ended."""
+        for process in self.processes:
+            self.line(process)  # it is ready
+        for process in self.processes:
+            self.tell(process)
+        return [json.loads(self.line(process)) for process in self.processes]
+
+    def line(self, process: subprocess.Popen) -> str:
+        """Returns the next line of a rank. Raises Failed if it has ended."""
+        if not (line := process.stdout.readline()):
+            raise Failed(f"a rank has ended: {process.args[-1]}")
+        return line.strip()
+
+    def tell(self, process: subprocess.Popen) -> None:
+        """Has one rank publish."""
+        process.stdin.write("\n")
+        process.stdin.flush()
 
 
 def _bytes_of(model: Path) -> int:

@@ -27,9 +27,10 @@ def run_ranks(server, root, layouts: str, world: int, death: tuple[int, str] | N
     """What each rank has printed; empty for one that was killed. None hangs."""
     port, mortal = free_port(), "mortal" if death else "immortal"
     deaths = [death[1] if death and death[0] == rank else "none" for rank in range(world)]
+    shared = [str(each) for each in (world, port, server.address, root, layouts, mortal)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, *map(str, (rank, world, port, server.address, root, layouts, mortal, deaths[rank]))],
+            [sys.executable, SCRIPT, str(rank), *shared, deaths[rank]],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(world)
