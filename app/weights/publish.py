@@ -23,12 +23,12 @@ from tailrace.app.cluster import connect
 from tailrace.app.weights.held_pieces import HeldPiece, held_pieces
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.liveness import RENEW_S
-from tailrace.deployments.messages.pieces import PublishPhase, RankPart, RankPlan
+from tailrace.deployments.messages.pieces import PieceEnd, PublishPhase, RankPart, RankPlan, StagedPiece
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.messages.scores import Score
-from tailrace.deployments.staging.piece_files import PieceFiles
-from tailrace.deployments.staging.slots import AlreadyStaging, Slots
-from tailrace.deployments.staging.stage import Stage, as_bytes, room_for
+from tailrace.deployments.staging.piece_files import PieceFiles, checksum_of_piece
+from tailrace.deployments.staging.slots import AlreadyStaging, MemorySource, Slots
+from tailrace.deployments.staging.stage import Stage, StageRefused, as_bytes, room_for
 
 TIMEOUT_S = 120.0
 """Maximum seconds for all ranks to join, again for all to stage, and for the leader to seal. Ranks end a step together,
@@ -37,6 +37,10 @@ and a rank stages some GB a second.
 
 LOAD_S = 1200.0
 """Maximum seconds for the replicas to check and then to load, beyond the ranks' own phases."""
+
+
+FETCH_S = 60.0
+"""Maximum seconds to fetch one piece from another node."""
 
 
 def publish(
@@ -71,7 +75,7 @@ def begin(
     rank, world_size = _place(group)
     pieces = held_pieces(held)
     part = RankPart(world_size, "", False, timeout_s, tuple(one.piece for one in pieces), tuple(score))
-    return Publishing(PublishingRank(client or connect(), version, rank), part, pieces)
+    return Publishing(PublishingRank(client or connect(), version, rank, this_node()), part, pieces)
 
 
 class Publishing:
@@ -111,6 +115,7 @@ class PublishingRank:
     client: RolloutClient
     version: int
     rank: int
+    node: str
 
     async def publish(self, part: RankPart, pieces: list[HeldPiece], staged: Callable[[], None]) -> WeightsLoaded:
         """Joins, stages and waits for the end. `part`: without its node. `staged`: called once tensors may change."""
@@ -118,16 +123,18 @@ class PublishingRank:
         stage = await asyncio.to_thread(_lead, slots, self.version, (status.weights_version, status.weights_digest))
         renewing = asyncio.create_task(self._renew())
         try:
-            part = part._replace(node=_node(), leads=stage is not None)
+            part = part._replace(node=self.node, leads=stage is not None)
             async with asyncio.timeout(4 * part.timeout_s + LOAD_S):
                 plan = await self._call(PublishPhase.JOIN, part)
-                if stage is not None:
+                leads = stage is not None and not plan.ships
+                if leads:
                     await asyncio.to_thread(stage.lay, plan.tensors)
-                checksums = await asyncio.to_thread(self._write, slots, plan, pieces)
+                ends = await asyncio.to_thread(self._ship if plan.ships else self._write, slots, plan, pieces)
                 staged()
-                answer = await self._call(PublishPhase.STAGED, checksums)
-                if stage is not None:
-                    answer = await self._call(PublishPhase.SEALED, await asyncio.to_thread(stage.seal, answer))
+                answer = await self._call(PublishPhase.STAGED, ends)
+                if leads:
+                    source = await asyncio.to_thread(self._seal, slots, plan, stage, answer)
+                    answer = await self._call(PublishPhase.SEALED, source)
                 return answer
         except WeightsRejected:
             raise
@@ -149,17 +156,34 @@ class PublishingRank:
             with contextlib.suppress(Exception):  # the service is unreachable; the call under way raises
                 await self._call(PublishPhase.RENEW)
 
-    def _write(self, slots: Slots, plan: RankPlan, pieces: list[HeldPiece]) -> tuple[str, ...]:
-        """Writes the pieces of the plan. Returns the checksum of each."""
-        files, found = PieceFiles(slots.part, plan.tensors), []
-        try:
+    def _write(self, slots: Slots, plan: RankPlan, pieces: list[HeldPiece]) -> tuple[PieceEnd, ...]:
+        """Writes the pieces of the plan to their places."""
+        ends = []
+        with contextlib.closing(PieceFiles(slots.part, plan.tensors)) as files:
             for piece, values in map(pieces.__getitem__, plan.written):
                 _, _, data = as_bytes(str(piece), values)
                 with room_for(slots, f"weights {self.version}: {piece} needs {len(data):,} bytes"):
-                    found.append(files.write(piece, data))
-        finally:
-            files.close()
-        return tuple(found)
+                    files.write(piece, data)
+                ends.append(PieceEnd(checksum_of_piece(piece, data)))
+        return tuple(ends)
+
+    def _ship(self, slots: Slots, plan: RankPlan, pieces: list[HeldPiece]) -> tuple[PieceEnd, ...]:
+        """Copies the pieces of the plan into Ray's memory: the stage is on another node."""
+        ends = []
+        for piece, values in map(pieces.__getitem__, plan.written):
+            _, _, data = as_bytes(str(piece), values)
+            ends.append(PieceEnd(checksum_of_piece(piece, data), _in_ray(data)))
+        return tuple(ends)
+
+    def _seal(self, slots: Slots, plan: RankPlan, stage: Stage, staged: tuple[StagedPiece, ...]) -> MemorySource:
+        """Writes the pieces of other nodes, checks all, and seals. Raises StageRefused."""
+        with contextlib.closing(PieceFiles(slots.part, plan.tensors)) as files:
+            for rank, piece, end in staged:
+                if end.shipped is not None:
+                    data = _from_ray(end.shipped, f"rank {rank}: {piece}")
+                    with room_for(slots, f"weights {self.version}: {piece} needs {len(data):,} bytes"):
+                        files.write(piece, data)
+        return stage.seal(staged)
 
 
 def _lead(slots: Slots, version: int, served: tuple[int, str]) -> Stage | None:
@@ -177,7 +201,25 @@ def _place(group: object) -> tuple[int, int]:
     return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
 
 
-def _node() -> str:
+def this_node() -> str:
+    """Returns the id of this process's node."""
     import ray
 
     return ray.get_runtime_context().get_node_id()
+
+
+def _in_ray(data: memoryview) -> object:
+    """Returns a reference to a copy of these bytes, which ends with this process."""
+    import numpy as np
+    import ray
+
+    return ray.put(np.frombuffer(data, np.uint8))
+
+
+def _from_ray(shipped: object, what: str) -> memoryview:
+    import ray
+
+    try:
+        return memoryview(ray.get(shipped, timeout=FETCH_S))
+    except ray.exceptions.RayError as error:  # its rank has ended, or a node is gone
+        raise StageRefused(f"{what} cannot be fetched: {one_line(error)}") from error

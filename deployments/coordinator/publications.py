@@ -11,7 +11,7 @@ from typing import Any
 
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.liveness import SILENT_S
-from tailrace.deployments.messages.pieces import PublishPhase, RankPart, RankPlan, StagedPiece
+from tailrace.deployments.messages.pieces import PieceEnd, PublishPhase, RankPart, RankPlan, StagedPiece
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 from tailrace.deployments.staging.publish_plan import plans_of
 from tailrace.deployments.staging.slots import MemorySource
@@ -30,12 +30,13 @@ class Publication:
         loop = asyncio.get_running_loop()
         self.version, self._first, self._now = version, first, loop.time
         self.parts: dict[int, RankPart] = {}
-        self._staged: dict[int, tuple[str, ...]] = {}
+        self._staged: dict[int, tuple[PieceEnd, ...]] = {}
         self._heard_s: dict[int, float] = {}
         self._since_s = loop.time()  # begin of the present phase
         self.plans: asyncio.Future[dict[int, RankPlan]] = loop.create_future()
         self.pieces: asyncio.Future[tuple[StagedPiece, ...]] = loop.create_future()
         self.outcome: asyncio.Future[WeightsLoaded | Rejected] = loop.create_future()
+        self.outcome.add_done_callback(self._let_go)
         self.sealed = False  # True once the version needs its ranks no more
 
     async def watch(self) -> None:
@@ -66,30 +67,30 @@ class Publication:
         self.renew(rank)
         if len(self.parts) < part.world_size:
             return None
-        if (reason := self._leaderless()) is not None:
-            return self.end(reason)
+        if not any(one.leads for one in self.parts.values()):
+            return self.end("other weights of this service are being staged on the ranks' node; commit or drop them")
         try:
             pieces = {number: one.pieces for number, one in self.parts.items()}
-            plans = await asyncio.to_thread(plans_of, pieces)
+            plans = await asyncio.to_thread(plans_of, pieces, self._away())
         except (ValueError, KeyError, TypeError) as error:
             return self.end(str(error) if type(error) is ValueError else one_line(error))
         self._since_s = self._now()
         self.plans.set_result(plans)
         return None
 
-    def stage(self, rank: int, checksums: tuple[str, ...]) -> None:
-        """Records that a rank has written its pieces. `checksums`: those of its own values, in the plan's order."""
+    def stage(self, rank: int, ends: tuple[PieceEnd, ...]) -> None:
+        """Records that a rank has staged its pieces, in the plan's order."""
         if rank in self._staged:
             return self.end(f"rank {rank} has staged twice")
-        self._staged[rank] = checksums
+        self._staged[rank] = ends
         self.renew(rank)
         if len(self._staged) == len(self.parts):
             plans = self.plans.result()
             self.pieces.set_result(
                 tuple(
-                    StagedPiece(number, self.parts[number].pieces[place], value)
+                    StagedPiece(number, self.parts[number].pieces[place], end)
                     for number, found in self._staged.items()
-                    for place, value in zip(plans[number].written, found, strict=True)
+                    for place, end in zip(plans[number].written, found, strict=True)
                 )
             )
             self._since_s = self._now()
@@ -105,13 +106,10 @@ class Publication:
             return f"rank {rank} is none of {world_size}"
         return None
 
-    def _leaderless(self) -> str | None:
-        nodes = {part.node for part in self.parts.values()}
-        if len(nodes) > 1:
-            return f"its ranks run on {len(nodes)} nodes; ranks of one node can share its memory, so send a folder"
-        if not any(part.leads for part in self.parts.values()):
-            return "other weights of this service are being staged on the ranks' node; commit or drop them"
-        return None
+    def _let_go(self, _: asyncio.Future) -> None:
+        """Drops the pieces, which Ray holds for as long as they are referred to here."""
+        self._staged.clear()
+        self.pieces = asyncio.get_running_loop().create_future()
 
     def _absent(self) -> str | None:
         """Returns which rank is late or silent, or None."""
@@ -130,8 +128,14 @@ class Publication:
         late = self.parts.keys() - self._staged.keys()
         return (late, late, "staged") if late else ({self.leader}, {self.leader}, "sealed")
 
+    def _away(self) -> set[int]:
+        """Returns the ranks that run on other nodes than the leader."""
+        home = self.parts[self.leader].node
+        return {rank for rank, part in self.parts.items() if part.node != home}
+
     @property
     def leader(self) -> int:
+        """The rank that writes the slot: the lowest of those that may."""
         return next(rank for rank, part in sorted(self.parts.items()) if part.leads)
 
 

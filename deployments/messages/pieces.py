@@ -38,7 +38,7 @@ class PublishPhase(StrEnum):
     """Calls of a rank, in order. All but `renew` and `failed` wait for other ranks."""
 
     JOIN = "join"  # with a RankPart; answered with a RankPlan once all ranks have joined
-    STAGED = "staged"  # with the checksums of the written pieces; the leader gets all, others the end
+    STAGED = "staged"  # with a PieceEnd for each piece of the plan; the leader gets all, others the end
     SEALED = "sealed"  # of the leader, with the source; answered with the end
     RENEW = "renew"  # the rank lives
     FAILED = "failed"  # with the reason, one line
@@ -58,15 +58,25 @@ class RankPart(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """All tensors, in the order of their files, and the places of the pieces in the rank's part that it writes."""
+    """All tensors, in the order of their files, and the places of the pieces in the rank's part that it writes.
+    `ships`: it runs on another node than the stage, and hands its pieces to Ray.
+    """
 
     tensors: tuple[TensorForm, ...]
     written: tuple[int, ...]
+    ships: bool = False
+
+
+class PieceEnd(NamedTuple):
+    """The checksum of a rank's own values, and a reference of Ray's to them if they are not written."""
+
+    checksum: str
+    shipped: object = None
 
 
 class StagedPiece(NamedTuple):
-    """A piece, the rank that wrote it, and the checksum of the rank's own values."""
+    """A piece, and the rank that has staged it."""
 
     rank: int
     piece: Piece
-    checksum: str
+    end: PieceEnd

@@ -23,12 +23,11 @@ class PieceFiles:
         paths = [part / file_name(number) for number in range(len(self._layouts))]
         self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths]
 
-    def write(self, piece: Piece, data: memoryview) -> str:
-        """Writes a piece. Returns its checksum. Raises OSError; memory is reserved first."""
+    def write(self, piece: Piece, data: memoryview) -> None:
+        """Writes a piece. Raises OSError; memory is reserved first."""
         for file, layout in zip(self._files, self._layouts, strict=True):
             if (begin := layout.offset(piece.tensor.name)) is not None:
                 _write(file, begin, piece, data)
-        return checksum(str(piece), piece.tensor.kind, list(piece.extent), data)
 
     def close(self) -> None:
         for file in self._files:
@@ -39,10 +38,14 @@ def unlike_piece(staged: StagedPiece, whole: str, data: memoryview) -> bool:
     """Returns whether a staged piece differs from its rank's own. `whole`, `data`: checksum and bytes of the tensor."""
     piece = staged.piece
     if piece.is_whole:
-        return staged.checksum != whole
+        return staged.end.checksum != whole
     size, offsets = runs_of(piece)
-    parts = [data[offset : offset + size] for offset in offsets]
-    return staged.checksum != checksum(str(piece), piece.tensor.kind, list(piece.extent), *parts)
+    return staged.end.checksum != checksum_of_piece(piece, *(data[offset : offset + size] for offset in offsets))
+
+
+def checksum_of_piece(piece: Piece, *data: memoryview) -> str:
+    """Returns the checksum of a piece's bytes, in one or more parts; a whole tensor's is that of `checksum`."""
+    return checksum(str(piece), piece.tensor.kind, list(piece.extent), *data)
 
 
 def runs_of(piece: Piece) -> tuple[int, Iterator[int]]:

@@ -4,7 +4,7 @@ Invariant: the pieces that are written are disjoint and fill every tensor. Equal
 the rank with the fewest bytes so far writes one. Called by the coordinator, on a thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 
 import numpy as np
@@ -16,8 +16,10 @@ Holders = dict[Piece, list[tuple[int, int]]]
 """Ranks that hold a piece, each with the piece's place in its part."""
 
 
-def plans_of(parts: Mapping[int, tuple[Piece, ...]]) -> dict[int, RankPlan]:
-    """Returns each rank's plan. Raises ValueError, one line that names a rank or a tensor."""
+def plans_of(parts: Mapping[int, tuple[Piece, ...]], away: Collection[int] = ()) -> dict[int, RankPlan]:
+    """Returns each rank's plan. `away`: ranks on other nodes than the stage; of replicas they ship none that a rank
+    there has. Raises ValueError, one line that names a rank or a tensor.
+    """
     forms = _forms(parts)
     if not forms:
         raise ValueError("no rank has a tensor")
@@ -32,10 +34,10 @@ def plans_of(parts: Mapping[int, tuple[Piece, ...]]) -> dict[int, RankPlan]:
     load = dict.fromkeys(parts, 0)
     for form in order:
         for piece, held in by_tensor[form.name].items():
-            rank, place = min(held, key=lambda each: (load[each[0]], each[0]))
+            rank, place = min(held, key=lambda each: (each[0] in away, load[each[0]], each[0]))
             written[rank].append(place)
             load[rank] += piece.values * ITEM_BYTES[form.kind]
-    return {rank: RankPlan(tuple(order), tuple(written[rank])) for rank in parts}
+    return {rank: RankPlan(tuple(order), tuple(written[rank]), rank in away) for rank in parts}
 
 
 def _forms(parts: Mapping[int, tuple[Piece, ...]]) -> dict[str, TensorForm]:

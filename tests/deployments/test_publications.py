@@ -11,7 +11,7 @@ from tailrace.app.weights import publish as publishing
 from tailrace.app.weights.held_pieces import Slice, held_pieces
 from tailrace.app.weights.publish import PublishingRank
 from tailrace.deployments.coordinator.publications import Publications
-from tailrace.deployments.messages.pieces import PublishPhase, RankPart
+from tailrace.deployments.messages.pieces import PieceEnd, PublishPhase, RankPart
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 from tailrace.deployments.staging.slots import Slots, memory_source
 from tailrace.deployments.staging.stage import Stage
@@ -48,10 +48,10 @@ class Site:
     async def publish_weights(self, phase, version, rank, content=None):
         return accepted(await self.book.run(phase, version, rank, content), "publish_weights")
 
-    def rank(self, number, size, tensors, version=5, score=()) -> asyncio.Task:
+    def rank(self, number, size, tensors, version=5, score=(), node="here") -> asyncio.Task:
         pieces = held_pieces(tensors)
         part = RankPart(size, "", False, TIMEOUT_S, tuple(one.piece for one in pieces), score)
-        mine = PublishingRank(self, version, number)
+        mine = PublishingRank(self, version, number, node)
         return asyncio.ensure_future(mine.publish(part, pieces, lambda: None))
 
     async def ends(self, *ranks) -> list:
@@ -62,7 +62,8 @@ class Site:
 @pytest.fixture
 def play(tmp_path, monkeypatch):
     monkeypatch.setattr(publishing, "Slots", lambda service: Slots(service, tmp_path))
-    monkeypatch.setattr(publishing, "_node", lambda: "here")
+    monkeypatch.setattr(publishing, "_in_ray", bytes)
+    monkeypatch.setattr(publishing, "_from_ray", lambda shipped, what: memoryview(shipped))
 
     def run(story):
         loop = VirtualLoop()
@@ -157,7 +158,9 @@ def test_the_leader_s_death_before_it_has_sealed_ends_the_version(play):
         while site.book._latest is None or not site.book._latest.plans.done():
             await asyncio.sleep(0.1)
         site._spawn(
-            site.book.run(PublishPhase.STAGED, 5, 0, ("0" * 32,) * len(site.book._latest.plans.result()[0].written))
+            site.book.run(
+                PublishPhase.STAGED, 5, 0, (PieceEnd("0" * 32),) * len(site.book._latest.plans.result()[0].written)
+            )
         )
         (reason,) = await site.ends(other)
         assert reason in (lost(5, "rank 0 has been silent for 12 s"), lost(5, "rank 0 has not sealed within 30 s"))
@@ -253,5 +256,32 @@ def test_another_trainer_s_stage_is_not_disturbed(play):
         assert await site.ends(*(site.rank(i, 2, held) for i, held in enumerate(halves()))) == [lost(5, reason)] * 2
         mine.add("a", WHOLE["a"])
         assert mine.seal().version == 9
+
+    play(story)
+
+
+def test_ranks_of_other_nodes_ship_their_pieces_to_the_leader_s(play, tmp_path):
+    async def story(site):
+        first, second = halves()
+        loaded = await site.ends(site.rank(0, 2, first), site.rank(1, 2, second, node="there"))
+        assert {one.digest for one in loaded} == {digest_of_one_process(tmp_path)}
+        assert not site.book._latest._staged and not site.book._latest.pieces.done(), "Ray may drop them"
+
+    play(story)
+
+
+def test_of_two_nodes_that_may_have_the_stage_one_has_it(play, tmp_path, monkeypatch):
+    there = tmp_path / "there"
+    there.mkdir()
+    roots = {"app-0": tmp_path, "app-there": there}
+    monkeypatch.setattr(publishing, "Slots", lambda service: Slots("app-0", roots[service]))
+
+    async def story(site):
+        first, second = halves()
+        other = Site(tmp_path)
+        other.book, other.slots = site.book, Slots("app-there", there)
+        loaded = await site.ends(site.rank(0, 2, first), other.rank(1, 2, second, node="there"))
+        assert {one.digest for one in loaded} == {digest_of_one_process(tmp_path)}
+        assert not list(there.glob("*-part")) and not Slots("app-0", there).held() and len(site.loads) == 1
 
     play(story)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.deployments.messages.pieces import Piece, TensorForm
-from tailrace.deployments.staging.piece_files import PieceFiles, runs_of
+from tailrace.deployments.messages.pieces import Piece, PieceEnd, StagedPiece, TensorForm
+from tailrace.deployments.staging.piece_files import PieceFiles, checksum_of_piece, runs_of
 from tailrace.deployments.staging.publish_plan import plans_of
 from tailrace.deployments.staging.slots import Slots
-from tailrace.deployments.staging.stage import Stage
+from tailrace.deployments.staging.stage import Stage, StageRefused
 
 FORM = TensorForm("a", "F32", (4, 6))
 ODD = TensorForm("b", "U8", (5,))
@@ -34,6 +34,12 @@ def test_shards_are_written_by_their_ranks_and_replicas_once_where_least_is_writ
     plans = plans_of(parts)
     assert {rank: plan.written for rank, plan in plans.items()} == {0: (0,), 1: (0,), 2: (0,)}
     assert {plan.tensors for plan in plans.values()} == {(FORM, ODD)}, "the larger items first: no gaps"
+
+
+def test_a_rank_of_another_node_writes_what_no_rank_of_the_stage_s_node_has():
+    parts = {0: (box(FORM, (0, 0), (3, 6)),), 1: (box(FORM, (3, 0), (1, 6)), whole(ODD)), 2: (whole(ODD),)}
+    plans = plans_of(parts, away={1})
+    assert [(plans[rank].written, plans[rank].ships) for rank in parts] == [((0,), False), ((0,), True), ((0,), False)]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +96,6 @@ def test_pieces_written_by_any_ranks_are_the_whole_to_the_bit(tmp_path_factory, 
 
 
 def published(slots, arrays, parts, plans) -> str:
-    from tailrace.deployments.messages.pieces import StagedPiece
-
     stage, made = Stage(slots, 1, (0, "")), []
     stage.lay(plans[0].tensors)
     for rank, plan in plans.items():
@@ -100,7 +104,8 @@ def published(slots, arrays, parts, plans) -> str:
             piece = parts[rank][place]
             index = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent, strict=True))
             values = np.ascontiguousarray(arrays[piece.tensor.name][index]).reshape(-1).view(np.uint8)
-            made.append(StagedPiece(rank, piece, files.write(piece, memoryview(values))))
+            files.write(piece, memoryview(values))
+            made.append(StagedPiece(rank, piece, PieceEnd(checksum_of_piece(piece, memoryview(values)))))
         files.close()
     return stage.seal(made).digest
 
@@ -128,17 +133,15 @@ def test_a_piece_is_runs_of_equal_length(piece, size, offsets):
 
 
 def test_a_piece_with_other_bytes_than_its_rank_had_is_named(tmp_path):
-    from tailrace.deployments.messages.pieces import StagedPiece
-    from tailrace.deployments.staging.stage import StageRefused
-
     slots = Slots("app", tmp_path)
     stage = Stage(slots, 1, (0, ""))
     stage.lay((FORM,))
     files, pieces = PieceFiles(slots.part, (FORM,)), [box(FORM, (0, 0), (4, 2)), box(FORM, (0, 2), (4, 4))]
-    made = [
-        StagedPiece(rank, piece, files.write(piece, memoryview(bytes(4 * piece.values))))
-        for rank, piece in enumerate(pieces)
-    ]
+    made = []
+    for rank, piece in enumerate(pieces):
+        data = memoryview(bytes(4 * piece.values))
+        files.write(piece, data)
+        made.append(StagedPiece(rank, piece, PieceEnd(checksum_of_piece(piece, data))))
     files.write(pieces[1], memoryview(b"\1" * 64))
     with pytest.raises(StageRefused, match=r"^rank 1: a from \[0, 2\] is staged with other bytes$"):
         stage.seal(made)

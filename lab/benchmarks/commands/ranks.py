@@ -11,7 +11,9 @@ RATES = (2e-5, 1e-6)
 
 
 @click.command("ranks")
-@click.option("--layouts", default="one,fsdp2_2,fsdp2_4,tensor_2", show_default=True, help="Of one, fsdp2_2, ...")
+@click.option(
+    "--layouts", default="one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart", show_default=True, help="Of one, fsdp2_2, ..."
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Updates of each layout.")
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Decoding meanwhile.")
 @click.option("--model", default=None, help="A model's folder; by default the configuration's.")

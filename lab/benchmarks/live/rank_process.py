@@ -31,8 +31,8 @@ TIMEOUT_S = 60.0
 CHANGE = 1.001
 """Factor of all weights from one version to the next."""
 
-LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2}
-"""Number of ranks by layout: one process, FSDP2, tensor parallelism."""
+LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2, "fsdp2_2_apart": 2}
+"""Number of ranks by layout: one process, FSDP2, tensor parallelism; ranks that take themselves for two nodes."""
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
@@ -74,7 +74,10 @@ def main(job: RankJob) -> None:
     model = laid_out(model, job.layout, job.world_size)
     from tailrace import weights
     from tailrace.app.cluster import connect
+    from tailrace.app.weights import publish
 
+    if job.layout.endswith("_apart"):
+        publish.this_node = lambda: f"node {job.rank}"
     client = connect(job.address)
     for version in job.versions:
         with torch.no_grad():

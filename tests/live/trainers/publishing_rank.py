@@ -141,7 +141,7 @@ def main() -> None:
     address, root, layouts = sys.argv[4], Path(sys.argv[5]), sys.argv[6].split(",")
     timeout_s, death = TIMEOUT_S[sys.argv[7] == "mortal"], sys.argv[8]
     publishing.Slots = lambda service: Slots(service, root)
-    publishing._node = lambda: "here"
+    publishing.this_node = lambda: "here"
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     client = WireClient(address, rank, death)
     if death == "manifest":
