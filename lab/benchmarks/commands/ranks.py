@@ -9,11 +9,11 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 RATES = (2e-5, 1e-6)
 """Learning rates of deltas: that of examples/train.yaml, and the default."""
 
+USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart"
+
 
 @click.command("ranks")
-@click.option(
-    "--layouts", default="one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart", show_default=True, help="Of one, fsdp2_2, ..."
-)
+@click.option("--layouts", default=USUAL, show_default=True, help="Names with commas between.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Updates of each layout.")
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Decoding meanwhile.")
 @click.option("--model", default=None, help="A model's folder; by default the configuration's.")
