@@ -85,7 +85,6 @@ def test_a_role_without_the_right_is_an_error(name):
         ("load_adapter", ("poet", "/a"), ("load_adapter", "poet", "/a"), AdapterRejected),
         ("unload_adapter", ("poet",), ("unload_adapter", "poet"), AdapterRejected),
         ("set_policies", (Policies(),), ("set_policies", Policies().model_dump(mode="json")), PoliciesRejected),
-        ("publish_weights", ("join", 3, 1), ("publish_weights", "join", 3, 1, None), WeightsRejected),
         ("transfer_weights", ("finish",), ("transfer_weights", "finish", None), ValueError),
     ],
 )

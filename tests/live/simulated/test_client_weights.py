@@ -95,6 +95,19 @@ def test_weights_that_cannot_be_staged_leave_the_way_free_and_those_that_are_ser
     run(story())
 
 
+def test_a_version_that_ranks_have_published_is_loaded_again_by_any_of_them(slots):
+    done = loaded(7)
+    service = Service(publish_weights=[done, Rejected(reason="rank 1 is late")], update_weights=[done])
+    client = client_of(service)
+    assert run(client.publish_weights("staged", 7, 1, ())) is done
+    assert run(client._weights.restore(7))
+    source = str(MemorySource("app-0", 7, done.digest))
+    assert service.named("update_weights") == [(Role.TRAINER, 7, source, done.digest)]
+    with pytest.raises(WeightsRejected, match=r"^rank 1 is late$"):
+        run(client.publish_weights("join", 8, 1))
+    assert client._weights.version == 7
+
+
 @pytest.mark.parametrize("role", ["evaluator", "observer"])
 def test_slots_are_a_trainer_s_alone(slots, role):
     with pytest.raises(PermissionError, match=f"own_slots needs role trainer, and this client is {role}"):
