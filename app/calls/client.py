@@ -25,6 +25,7 @@ from tailrace.app.calls.otlp import otlp_wanted
 from tailrace.app.calls.own_adapters import CoordinatorAdapters, OwnAdapters
 from tailrace.app.calls.own_loads import OwnLoads
 from tailrace.app.calls.own_weights import OwnWeights
+from tailrace.app.calls.publish_calls import PublishCalls
 from tailrace.app.calls.refused import accepted
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import RolloutSession, new_session
@@ -43,7 +44,7 @@ from tailrace.deployments.messages.status import (
     SampleLog,
     ServiceSnapshot,
 )
-from tailrace.deployments.staging.slots import MemorySource, memory_source
+from tailrace.deployments.staging.slots import memory_source
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 
@@ -57,7 +58,7 @@ class RolloutClient:
     `resume_s`: seconds for which a call waits for a lost coordinator; then it raises Ray's error. `role`: a trainer may
     do everything; an evaluator may roll out and read the status; an observer may read the status alone. `handle`: the
     application's handle, if available; then its name does not count. `samples`: single samples by their messages, which
-    sessions and the gateway request. `trajectories`: those that gateways capture.
+    sessions and the gateway request. `trajectories`: those that gateways capture. `publishing`: weights from ranks.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RolloutClient:
         loads = OwnLoads(self._weights, self._adapters)
         self._batches = BatchStreams(connection, loads, heartbeat)
         self.samples, self.trajectories = SingleSamples(connection, loads), TrajectoryCalls(connection)
+        self.publishing = PublishCalls(connection, self._weights, self._staging)
         self._spans = DriverSpans(telemetry or Telemetry("tailrace-driver", otlp_wanted()))
         self._journaling: Heartbeat | None = None
 
@@ -189,22 +191,6 @@ class RolloutClient:
         return await self.commit_weights(await self.stage_weights(version, tensors), score)
 
     send_weights_blocking = blocking(send_weights)
-
-    async def publish_weights(self, phase: str, version: int, rank: int, content: object = None) -> object:
-        """Runs one phase of a rank that publishes a version with others, for `tailrace.weights.publish`.
-
-        `phase`, `content` and the answer: see `deployments.messages.pieces.PublishPhase`. Raises WeightsRejected, one
-        line, once the version has ended without being loaded.
-        """
-        answer = accepted(
-            await self._connection.send("publish_weights", phase, version, rank, content), "publish_weights"
-        )
-        if isinstance(answer, WeightsLoaded):
-            source = MemorySource(self._staging.name(), version, answer.digest)
-            self._weights.remember(version, str(source), answer.digest)
-        return answer
-
-    publish_weights_blocking = blocking(publish_weights)
 
     async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
         """Runs one phase of an update as vLLM's trainer engines drive it: `init`, `start`, `part`, `finish`,

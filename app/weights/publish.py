@@ -148,7 +148,7 @@ class PublishingRank:
                 stage.drop()
 
     def _call(self, phase: PublishPhase, content: object = None) -> Awaitable:
-        return self.client.publish_weights(phase, self.version, self.rank, content)
+        return self.client.publishing.run(phase, self.version, self.rank, content)
 
     async def _renew(self) -> None:
         while True:

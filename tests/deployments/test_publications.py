@@ -45,7 +45,11 @@ class Site:
     async def status(self):
         return SimpleNamespace(weights_version=self.served[0], weights_digest=self.served[1])
 
-    async def publish_weights(self, phase, version, rank, content=None):
+    @property
+    def publishing(self):
+        return self
+
+    async def run(self, phase, version, rank, content=None):
         return accepted(await self.book.run(phase, version, rank, content), "publish_weights")
 
     def rank(self, number, size, tensors, version=5, score=(), node="here") -> asyncio.Task:
@@ -243,7 +247,7 @@ def test_odd_calls_are_refused_in_one_line(play):
         late = await site.ends(site.rank(0, 2, first, 7))
         assert late == ["weights 7: rank 0 is late; others have gone on to 8"]
         with pytest.raises(WeightsRejected, match="weights 3: rank 0 has not joined it here; publish a higher version"):
-            await site.publish_weights(PublishPhase.STAGED, 3, 0, ())
+            await site.run(PublishPhase.STAGED, 3, 0, ())
         assert len(await site.ends(ahead[1])) == 1 and not site.loads
 
     play(story)

@@ -72,7 +72,6 @@ def main(job: RankJob) -> None:
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     model = laid_out(model, job.layout, job.world_size)
-    from tailrace import weights
     from tailrace.app.cluster import connect
     from tailrace.app.weights import publish
 
@@ -87,7 +86,7 @@ def main(job: RankJob) -> None:
         sys.stdin.readline()  # all ranks are told at once
         began_s = time.monotonic()
         try:
-            publishing = weights.begin(version, model, client=client, timeout_s=TIMEOUT_S)
+            publishing = publish.begin(version, model, client=client, timeout_s=TIMEOUT_S)
             loaded = publishing.wait()
         except ValueError as error:
             row = {"refused": str(error)}

@@ -50,8 +50,9 @@ CALLS = {
 
 
 def call_of(client: RolloutClient, name: str):
-    """The client's method for a call of the coordinator; those of sessions are its `samples`'."""
+    """The client's method for a call of the coordinator; some are of its parts."""
     samples = {"cancel_samples": client.samples.cancel, "close_session": client.samples.close}
+    samples |= {"publish_weights": client.publishing.run}
     return samples[name] if name in samples else getattr(client, name)
 
 

@@ -99,12 +99,12 @@ def test_a_version_that_ranks_have_published_is_loaded_again_by_any_of_them(slot
     done = loaded(7)
     service = Service(publish_weights=[done, Rejected(reason="rank 1 is late")], update_weights=[done])
     client = client_of(service)
-    assert run(client.publish_weights("staged", 7, 1, ())) is done
+    assert run(client.publishing.run("staged", 7, 1, ())) is done
     assert run(client._weights.restore(7))
     source = str(MemorySource("app-0", 7, done.digest))
     assert service.named("update_weights") == [(Role.TRAINER, 7, source, done.digest)]
     with pytest.raises(WeightsRejected, match=r"^rank 1 is late$"):
-        run(client.publish_weights("join", 8, 1))
+        run(client.publishing.run("join", 8, 1))
     assert client._weights.version == 7
 
 

@@ -50,7 +50,11 @@ class WireClient:
     async def status(self) -> SimpleNamespace:
         return SimpleNamespace(weights_version=0, weights_digest="")
 
-    async def publish_weights(self, phase, version, rank, content=None):
+    @property
+    def publishing(self) -> "WireClient":
+        return self
+
+    async def run(self, phase, version, rank, content=None):
         return accepted(await asyncio.to_thread(self._ask, phase, version, rank, content), "publish_weights")
 
     def _ask(self, phase, *rest):
