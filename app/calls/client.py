@@ -157,8 +157,7 @@ class RolloutClient:
 
         `tensors`: torch or numpy tensors, by the names of a saved Hugging Face folder (`tailrace.saved_weights` returns
         them); a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if there
-        is not enough memory or others are being staged. Staged weights are committed by `commit_weights`, or given up
-        by `drop`.
+        is not enough memory or others are being staged. `commit_weights` commits staged weights, `drop` gives them up.
         """
         status = await self.status()
         return await self._staging.stage(version, (status.weights_version, status.weights_digest), tensors)
