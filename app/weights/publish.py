@@ -140,7 +140,10 @@ class PublishingRank:
             raise
         except BaseException as error:  # of this rank: the others have to hear of it, and it is raised again
             with contextlib.suppress(Exception):
-                await self._call(PublishPhase.FAILED, one_line(error))
+                async with asyncio.timeout(RENEW_S):
+                    await self._call(PublishPhase.FAILED, one_line(error))
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"weights {self.version}: the service does not answer") from error
             raise
         finally:
             renewing.cancel()

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.liveness import SILENT_S
 from tailrace.deployments.messages.pieces import PieceEnd, PublishPhase, RankPart, RankPlan, StagedPiece
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 from tailrace.deployments.staging.publish_plan import plans_of
@@ -18,6 +17,12 @@ from tailrace.deployments.staging.slots import MemorySource
 
 LOOK_S = 0.5
 """Seconds between two looks for a rank that is late or silent."""
+
+SILENT_S = 30.0
+"""Seconds without a renewal after which a rank counts as dead: one that computes may hold its interpreter for some."""
+
+STALL_S = 2.0
+"""Length of a look that shows that this process has stalled: renewals may wait unread."""
 
 Load = Callable[..., Awaitable[WeightsLoaded | Rejected]]
 """Has the replicas load a version from a source, with its digest and a score."""
@@ -42,7 +47,10 @@ class Publication:
     async def watch(self) -> None:
         """Ends the version once a rank is late or silent. Returns when it is sealed, or has ended."""
         while not (self.sealed or self.outcome.done()):
+            began_s = self._now()
             await asyncio.sleep(LOOK_S)
+            if self._now() > began_s + STALL_S:
+                self._heard_s = dict.fromkeys(self._heard_s, self._now())
             if (reason := self._absent()) is not None:
                 self.end(reason)
 

@@ -18,7 +18,7 @@ from tailrace.deployments.staging.stage import Stage
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
 WHOLE = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.arange(5, dtype=np.int8)}
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Site:
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_come_is_named_to_the_others_and_told_when_it_comes
     async def story(site):
         first, second = halves()
         began_s = asyncio.get_running_loop().time()
-        expected = lost(5, "rank 1 has not joined within 30 s")
+        expected = lost(5, "rank 1 has not joined within 60 s")
         assert await site.ends(site.rank(0, 2, first)) == [expected]
         assert asyncio.get_running_loop().time() - began_s < TIMEOUT_S + 2
         assert not site.slots.part.exists() and not site.loads
@@ -147,8 +147,8 @@ def test_a_rank_that_dies_after_its_manifest_ends_the_version_before_its_limit(p
         began_s = asyncio.get_running_loop().time()
         await dead_rank(site, 1, 2 if others_join else 3, second)
         ended = await site.ends(site.rank(0, 2 if others_join else 3, first))
-        assert ended == [lost(5, "rank 1 has been silent for 12 s")] and not site.loads
-        assert asyncio.get_running_loop().time() - began_s < 14
+        assert ended == [lost(5, "rank 1 has been silent for 30 s")] and not site.loads
+        assert asyncio.get_running_loop().time() - began_s < 32
 
     play(story)
 
@@ -167,7 +167,7 @@ def test_the_leader_s_death_before_it_has_sealed_ends_the_version(play):
             )
         )
         (reason,) = await site.ends(other)
-        assert reason in (lost(5, "rank 0 has been silent for 12 s"), lost(5, "rank 0 has not sealed within 30 s"))
+        assert reason in (lost(5, "rank 0 has been silent for 30 s"), lost(5, "rank 0 has not sealed within 60 s"))
         assert not site.loads
 
     play(story)
@@ -287,5 +287,19 @@ def test_of_two_nodes_that_may_have_the_stage_one_has_it(play, tmp_path, monkeyp
         loaded = await site.ends(site.rank(0, 2, first), other.rank(1, 2, second, node="there"))
         assert {one.digest for one in loaded} == {digest_of_one_process(tmp_path)}
         assert not list(there.glob("*-part")) and not Slots("app-0", there).held() and len(site.loads) == 1
+
+    play(story)
+
+
+def test_a_stall_of_the_coordinator_is_no_rank_s_silence(play):
+    async def story(site):
+        first, second = halves()
+        leader = site.rank(0, 2, first)
+        await asyncio.sleep(1.0)
+        asyncio.get_running_loop()._now_s += 40.0  # nothing has run meanwhile
+        await asyncio.sleep(1.0)
+        assert not leader.done()
+        loaded = await site.ends(leader, site.rank(1, 2, second))
+        assert [one.version for one in loaded] == [5, 5]
 
     play(story)
