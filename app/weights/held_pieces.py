@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from tailrace.deployments.messages.pieces import Piece, TensorForm
+from tailrace.deployments.messages.pieces import TensorForm, TensorPiece
 from tailrace.deployments.staging.safetensors_header import TYPES
 from tailrace.deployments.staging.stage import StageRefused, pairs_of
 
@@ -27,7 +27,7 @@ class Slice:
 class HeldPiece(NamedTuple):
     """A piece, and this rank's values of it: a torch tensor or a numpy array."""
 
-    piece: Piece
+    piece: TensorPiece
     values: object
 
 
@@ -76,4 +76,4 @@ def _piece(name: str, values: object, shape: tuple[int, ...], start: tuple[int, 
     extent = tuple(values.shape)
     if not len(extent) == len(shape) == len(start):
         raise StageRefused(f"tensor {name}: a slice of {list(extent)} at {list(start)} is none of {list(shape)}")
-    return HeldPiece(Piece(TensorForm(name, kind, shape), start, extent), values)
+    return HeldPiece(TensorPiece(TensorForm(name, kind, shape), start, extent), values)

@@ -74,7 +74,14 @@ def begin(
     """
     rank, world_size = _place(group)
     pieces = held_pieces(held)
-    part = RankPart(world_size, "", False, timeout_s, tuple(one.piece for one in pieces), tuple(score))
+    part = RankPart(
+        world_size=world_size,
+        node="",
+        leads=False,
+        timeout_s=timeout_s,
+        pieces=tuple(one.piece for one in pieces),
+        score=tuple(score),
+    )
     return Publishing(PublishingRank(client or connect(), version, rank, this_node()), part, pieces)
 
 
@@ -139,7 +146,7 @@ class PublishingRank:
         except WeightsRejected:
             raise
         except BaseException as error:  # of this rank: the others have to hear of it, and it is raised again
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the service is unreachable, or the version has ended
                 async with asyncio.timeout(RENEW_S):
                     await self._call(PublishPhase.FAILED, one_line(error))
             if isinstance(error, TimeoutError):

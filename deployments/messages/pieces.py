@@ -15,7 +15,7 @@ class TensorForm(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A box of values of a whole tensor: from index `start` on, `extent` values along each dimension."""
 
     tensor: TensorForm
@@ -53,7 +53,7 @@ class RankPart(NamedTuple):
     node: str
     leads: bool
     timeout_s: float
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     score: Score = ()
 
 
@@ -78,5 +78,5 @@ class StagedPiece(NamedTuple):
     """A piece, and the rank that has staged it."""
 
     rank: int
-    piece: Piece
+    piece: TensorPiece
     end: PieceEnd

@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from tailrace.deployments.messages.pieces import Piece, StagedPiece, TensorForm
+from tailrace.deployments.messages.pieces import StagedPiece, TensorForm, TensorPiece
 from tailrace.deployments.staging.checksums import checksum
 from tailrace.deployments.staging.layout import file_name, layouts_of
 from tailrace.deployments.staging.safetensors_header import ITEM_BYTES
@@ -23,7 +23,7 @@ class PieceFiles:
         paths = [part / file_name(number) for number in range(len(self._layouts))]
         self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths]
 
-    def write(self, piece: Piece, data: memoryview) -> None:
+    def write(self, piece: TensorPiece, data: memoryview) -> None:
         """Writes a piece. Raises OSError; memory is reserved first."""
         for file, layout in zip(self._files, self._layouts, strict=True):
             if (begin := layout.offset(piece.tensor.name)) is not None:
@@ -43,12 +43,12 @@ def unlike_piece(staged: StagedPiece, whole: str, data: memoryview) -> bool:
     return staged.end.checksum != checksum_of_piece(piece, *(data[offset : offset + size] for offset in offsets))
 
 
-def checksum_of_piece(piece: Piece, *data: memoryview) -> str:
+def checksum_of_piece(piece: TensorPiece, *data: memoryview) -> str:
     """Returns the checksum of a piece's bytes, in one or more parts; a whole tensor's is that of `checksum`."""
     return checksum(str(piece), piece.tensor.kind, list(piece.extent), *data)
 
 
-def runs_of(piece: Piece) -> tuple[int, Iterator[int]]:
+def runs_of(piece: TensorPiece) -> tuple[int, Iterator[int]]:
     """Returns the bytes of a run, and the offset of each run in the whole tensor, in bytes."""
     shape, start, extent = piece.tensor.shape, piece.start, piece.extent
     item = ITEM_BYTES[piece.tensor.kind]
@@ -62,7 +62,7 @@ def runs_of(piece: Piece) -> tuple[int, Iterator[int]]:
     return prod(extent[outer:]) * item, (first + sum(steps) for steps in product(*walks))
 
 
-def _write(file: int, begin: int, piece: Piece, data: memoryview) -> None:
+def _write(file: int, begin: int, piece: TensorPiece, data: memoryview) -> None:
     size, runs = runs_of(piece)
     if not (offsets := list(runs) if size else []):
         return

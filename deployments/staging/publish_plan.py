@@ -9,14 +9,14 @@ from math import prod
 
 import numpy as np
 
-from tailrace.deployments.messages.pieces import Piece, RankPlan, TensorForm
+from tailrace.deployments.messages.pieces import RankPlan, TensorForm, TensorPiece
 from tailrace.deployments.staging.safetensors_header import ITEM_BYTES
 
-Holders = dict[Piece, list[tuple[int, int]]]
+Holders = dict[TensorPiece, list[tuple[int, int]]]
 """Ranks that hold a piece, each with the piece's place in its part."""
 
 
-def plans_of(parts: Mapping[int, tuple[Piece, ...]], away: Collection[int] = ()) -> dict[int, RankPlan]:
+def plans_of(parts: Mapping[int, tuple[TensorPiece, ...]], away: Collection[int] = ()) -> dict[int, RankPlan]:
     """Returns each rank's plan. `away`: ranks on other nodes than the stage; of replicas they ship none that a rank
     there has. Raises ValueError, one line that names a rank or a tensor.
     """
@@ -40,7 +40,7 @@ def plans_of(parts: Mapping[int, tuple[Piece, ...]], away: Collection[int] = ())
     return {rank: RankPlan(tuple(order), tuple(written[rank]), rank in away) for rank in parts}
 
 
-def _forms(parts: Mapping[int, tuple[Piece, ...]]) -> dict[str, TensorForm]:
+def _forms(parts: Mapping[int, tuple[TensorPiece, ...]]) -> dict[str, TensorForm]:
     """Returns every tensor by name, as all ranks have it."""
     found: dict[str, tuple[int, TensorForm]] = {}
     for rank, pieces in sorted(parts.items()):
@@ -69,7 +69,7 @@ def _check(form: TensorForm, holders: Holders) -> None:
         raise ValueError(f"no rank holds {whole - held:,} of the {whole:,} values of {form.name}")
 
 
-def _overlap(pieces: list[Piece]) -> tuple[Piece, Piece] | None:
+def _overlap(pieces: list[TensorPiece]) -> tuple[TensorPiece, TensorPiece] | None:
     starts = np.array([piece.start for piece in pieces])
     ends = starts + np.array([piece.extent for piece in pieces])
     both = (starts[:, None] < ends[None]).all(-1)

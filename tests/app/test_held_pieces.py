@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tailrace.app.weights.held_pieces import Slice, held_pieces
-from tailrace.deployments.messages.pieces import Piece, TensorForm
+from tailrace.deployments.messages.pieces import TensorForm, TensorPiece
 from tailrace.deployments.staging.stage import StageRefused
 
 ROWS = np.ones((2, 3), np.float32)
@@ -14,9 +14,9 @@ def test_whole_tensors_and_slices_are_pieces_and_empty_shards_are_none():
     held = {"a": ROWS, "b": Slice(ROWS, (5, 3), (3, 0)), "c": Slice(ROWS[:0], (5, 3), (5, 0))}
     held["d"] = np.zeros((0, 2), "u1")
     assert [one.piece for one in held_pieces(held)] == [
-        Piece(TensorForm("a", "F32", (2, 3)), (0, 0), (2, 3)),
-        Piece(TensorForm("b", "F32", (5, 3)), (3, 0), (2, 3)),
-        Piece(TensorForm("d", "U8", (0, 2)), (0, 0), (0, 2)),
+        TensorPiece(TensorForm("a", "F32", (2, 3)), (0, 0), (2, 3)),
+        TensorPiece(TensorForm("b", "F32", (5, 3)), (3, 0), (2, 3)),
+        TensorPiece(TensorForm("d", "U8", (0, 2)), (0, 0), (0, 2)),
     ]
 
 

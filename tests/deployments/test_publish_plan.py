@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.deployments.messages.pieces import Piece, PieceEnd, StagedPiece, TensorForm
+from tailrace.deployments.messages.pieces import PieceEnd, StagedPiece, TensorForm, TensorPiece
 from tailrace.deployments.staging.piece_files import PieceFiles, checksum_of_piece, runs_of
 from tailrace.deployments.staging.publish_plan import plans_of
 from tailrace.deployments.staging.slots import Slots
@@ -17,12 +17,12 @@ FORM = TensorForm("a", "F32", (4, 6))
 ODD = TensorForm("b", "U8", (5,))
 
 
-def box(form, start, extent) -> Piece:
-    return Piece(form, start, extent)
+def box(form, start, extent) -> TensorPiece:
+    return TensorPiece(form, start, extent)
 
 
-def whole(form) -> Piece:
-    return Piece(form, (0,) * len(form.shape), form.shape)
+def whole(form) -> TensorPiece:
+    return TensorPiece(form, (0,) * len(form.shape), form.shape)
 
 
 def test_shards_are_written_by_their_ranks_and_replicas_once_where_least_is_written():
@@ -87,7 +87,7 @@ def test_pieces_written_by_any_ranks_are_the_whole_to_the_bit(tmp_path_factory, 
         spans = [list(zip([0, *cut], [*cut, side], strict=True)) for cut, side in zip(cuts, array.shape, strict=True)]
         form = TensorForm(name, {"u1": "U8", "f4": "F32", "f2": "F16", "i8": "I64"}[array.dtype.str[1:]], array.shape)
         for part in product(*spans):
-            piece = Piece(form, tuple(begin for begin, _ in part), tuple(end - begin for begin, end in part))
+            piece = TensorPiece(form, tuple(begin for begin, _ in part), tuple(end - begin for begin, end in part))
             for rank in data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
                 parts[rank].append(piece)
     slots = Slots("app", tmp_path_factory.mktemp("pieces"))

@@ -71,7 +71,8 @@ class RankProcesses:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         address, size = ray.get_runtime_context().gcs_address, LAYOUTS[layout]
-        jobs = [RankJob(rank, size, port, address, str(model), layout, versions) for rank in range(size)]
+        shared = {"port": port, "address": address, "model": str(model), "layout": layout, "versions": versions}
+        jobs = [RankJob(rank=rank, world_size=size, **shared) for rank in range(size)]
         command = [sys.executable, "-m", "tailrace.lab.benchmarks.live.rank_process"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = os.environ | LOOPBACK_ONLY
