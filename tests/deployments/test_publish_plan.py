@@ -132,18 +132,22 @@ def test_a_piece_is_runs_of_equal_length(piece, size, offsets):
     assert (found, list(places)) == (size, offsets)
 
 
-def test_a_piece_with_other_bytes_than_its_rank_had_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("pieces", "named"),
+    [((box(FORM, (0, 0), (4, 2)), box(FORM, (0, 2), (4, 4))), "rank 1: a from [0, 2]"), ((whole(FORM),), "rank 0: a")],
+)
+def test_a_piece_with_other_bytes_than_its_rank_had_is_named(tmp_path, pieces, named):
     slots = Slots("app", tmp_path)
     stage = Stage(slots, 1, (0, ""))
     stage.lay((FORM,))
-    files, pieces = PieceFiles(slots.part, (FORM,)), [box(FORM, (0, 0), (4, 2)), box(FORM, (0, 2), (4, 4))]
-    made = []
+    files, made = PieceFiles(slots.part, (FORM,)), []
     for rank, piece in enumerate(pieces):
         data = memoryview(bytes(4 * piece.values))
         files.write(piece, data)
         made.append(StagedPiece(rank, piece, PieceEnd(checksum_of_piece(piece, data))))
-    files.write(pieces[1], memoryview(b"\1" * 64))
-    with pytest.raises(StageRefused, match=r"^rank 1: a from \[0, 2\] is staged with other bytes$"):
+    files.write(pieces[-1], memoryview(b"\1" * (4 * pieces[-1].values)))
+    with pytest.raises(StageRefused) as refused:
         stage.seal(made)
+    assert str(refused.value) == f"{named} is staged with other bytes"
     stage.drop()
     assert slots.held() == {} and not slots.part.exists()
