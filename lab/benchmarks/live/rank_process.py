@@ -22,12 +22,12 @@ class RankJob:
     model: str
     layout: str
     versions: tuple[int, ...]
+    timeout_s: float
 
     def text(self) -> str:
         return json.dumps(asdict(self))
 
 
-TIMEOUT_S = 60.0
 CHANGE = 1.001
 """Factor of all weights from one version to the next."""
 
@@ -86,7 +86,7 @@ def main(job: RankJob) -> None:
         sys.stdin.readline()  # all ranks are told at once
         began_s = time.monotonic()
         try:
-            publishing = publish.begin(version, model, client=client, timeout_s=TIMEOUT_S)
+            publishing = publish.begin(version, model, client=client, timeout_s=job.timeout_s)
             loaded = publishing.wait()
         except ValueError as error:
             row = {"refused": str(error)}

@@ -62,9 +62,11 @@ async def _updates(
 
 
 class RankProcesses:
-    """The ranks of one layout, as processes connected to this process's cluster. `versions`: those to publish."""
+    """The ranks of one layout, as processes connected to this process's cluster. `versions`: those to publish.
+    `timeout_s`: their limit for one another.
+    """
 
-    def __init__(self, model: Path, layout: str, versions: tuple[int, ...]):
+    def __init__(self, model: Path, layout: str, versions: tuple[int, ...], timeout_s: float = 60.0):
         import ray
 
         with socket.socket() as probe:
@@ -72,7 +74,8 @@ class RankProcesses:
             port = probe.getsockname()[1]
         address, size = ray.get_runtime_context().gcs_address, LAYOUTS[layout]
         shared = {"port": port, "address": address, "model": str(model), "layout": layout, "versions": versions}
-        jobs = [RankJob(rank=rank, world_size=size, **shared) for rank in range(size)]
+        shared |= {"world_size": size, "timeout_s": timeout_s}
+        jobs = [RankJob(rank=rank, **shared) for rank in range(size)]
         command = [sys.executable, "-m", "tailrace.lab.benchmarks.live.rank_process"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = os.environ | LOOPBACK_ONLY

@@ -50,12 +50,12 @@ def test_ranks_publish_what_one_process_would_send(client, tiny_model, tmp_path,
 def test_a_killed_rank_costs_its_version_alone(client, tiny_model):
     version = client.status_blocking().weights_version
     before = tokens(client, "before-kill")
-    with RankProcesses(tiny_model, "fsdp2_2", (version + 1, version + 2)) as ranks:
+    with RankProcesses(tiny_model, "fsdp2_2", (version + 1, version + 2), timeout_s=10.0) as ranks:
         assert list(map(ranks.line, ranks.processes)) == ["ready"] * 2
         ranks.processes[1].kill()
         ranks.tell(ranks.processes[0])
         row = json.loads(ranks.line(ranks.processes[0]))
-    assert row["refused"] == f"weights {version + 1}: rank 1 has not joined within 60 s; the service keeps its weights"
+    assert row["refused"] == f"weights {version + 1}: rank 1 has not joined within 10 s; the service keeps its weights"
     assert client.status_blocking().weights_version == version and tokens(client, "after-kill") == before
     with RankProcesses(tiny_model, "one", (version + 2,)) as ranks:
         assert "digest" in ranks.publish()[0]
