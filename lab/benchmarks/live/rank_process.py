@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RankJob:
-    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: those to publish, in order."""
+    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: those to publish, in order. `timeout_s`: limit of
+    the ranks for one another.
+    """
 
     rank: int
     world_size: int
