@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RankJob:
-    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: those to publish, in order. `timeout_s`: limit of
-    the ranks for one another.
+    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: those to publish, in order. `timeout_s`: the
+    ranks' limit for one another.
     """
 
     rank: int
