@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RankJob:
-    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: those to publish, in order. `timeout_s`: the
+    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: to publish, in order. `timeout_s`: the
     ranks' limit for one another.
     """
 
