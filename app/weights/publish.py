@@ -43,17 +43,11 @@ FETCH_S = 60.0
 """Maximum seconds to fetch one piece from another node."""
 
 
-def publish(
-    version: int,
-    held: object,
-    *,
-    client: RolloutClient | None = None,
-    group: object = None,
-    score: Score = (),
-    timeout_s: float = TIMEOUT_S,
-) -> WeightsLoaded:
-    """Publishes a version from all ranks, each with what it holds. Call it on every rank; see `begin` and `wait`."""
-    return begin(version, held, client=client, group=group, score=score, timeout_s=timeout_s).wait()
+def publish(version: int, held: object, **settings) -> WeightsLoaded:
+    """Publishes a version from all ranks, each with what it holds: call it on every rank. Returns once the replicas hold
+    it, and raises what `begin` and `wait` raise. `settings`: those of `begin`.
+    """
+    return begin(version, held, **settings).wait()
 
 
 def begin(
