@@ -44,8 +44,8 @@ FETCH_S = 60.0
 
 
 def publish(version: int, held: object, **settings) -> WeightsLoaded:
-    """Publishes a version from all ranks, each with what it holds: call it on every rank. Returns once the replicas hold
-    it, and raises what `begin` and `wait` raise. `settings`: those of `begin`.
+    """Publishes a version from all ranks, each with what it holds; to be called on every rank. Returns once the
+    replicas hold it. `settings` and errors: those of `begin`, and of `Publishing.wait`.
     """
     return begin(version, held, **settings).wait()
 
