@@ -29,15 +29,15 @@ class DecodingLoad:
         """Decodes until it is cancelled."""
         await asyncio.gather(*(self._batches() for _ in range(LOADS)))
 
-    async def busy(self, version: int) -> None:
-        """Returns once both replicas run samples under a version. Raises Failed after BUSY_S."""
+    async def busy(self, version: int, replicas: int = 2) -> None:
+        """Returns once so many replicas run samples under a version. Raises Failed after BUSY_S."""
         deadline_s = time.monotonic() + BUSY_S
         while True:
             if time.monotonic() > deadline_s:
                 status = await self._client.status()
-                raise Failed(f"after {BUSY_S:.0f} s two replicas are not busy under {version}: {status!r}")
-            replicas = (await self._client.status()).replicas
-            if len([r for r in replicas if r.ready and r.running and r.weights_version == version]) >= 2:
+                raise Failed(f"after {BUSY_S:.0f} s {replicas} replicas are not busy under {version}: {status!r}")
+            found = (await self._client.status()).replicas
+            if len([r for r in found if r.ready and r.running and r.weights_version == version]) >= replicas:
                 return
             await asyncio.sleep(0.1)
 

@@ -55,7 +55,7 @@ async def _updates(
     with RankProcesses(model, layout, tuple(versions)) as ranks:
         rows = []
         for version in versions:
-            await load.busy(version - 1)
+            await load.busy(version - 1, replicas=1)  # it may hold all samples
             rows.append(await asyncio.to_thread(ranks.publish))
             say(f"{layout}, version {version}: {rows[-1]}")
         return rows
