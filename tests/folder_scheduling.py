@@ -18,6 +18,7 @@ SECONDS = {
     "small": 180,
     "test_serve.py": 110,
     "trainers/test_modes.py": 170,
+    "trainers/test_publish.py": 120,
     "engines/test_redraws.py": 60,
     "engines/test_windowed_engine.py": 45,
     "trainers/test_async_grpo.py": 45,

@@ -25,6 +25,7 @@ from tailrace.app.calls.otlp import otlp_wanted
 from tailrace.app.calls.own_adapters import CoordinatorAdapters, OwnAdapters
 from tailrace.app.calls.own_loads import OwnLoads
 from tailrace.app.calls.own_weights import OwnWeights
+from tailrace.app.calls.publish_calls import PublishCalls
 from tailrace.app.calls.refused import accepted
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import RolloutSession, new_session
@@ -58,7 +59,7 @@ class RolloutClient:
     do everything; an evaluator may roll out and read the status; an observer may read the status alone. `handle`: the
     application's handle, if available; then its name does not count. `connect`: makes the connection of a handle.
     `samples`: single samples by their messages, which sessions and the gateway request. `trajectories`: those that
-    gateways capture.
+    gateways capture. `publishing`: weights from ranks.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RolloutClient:
         loads = OwnLoads(self._weights, self._adapters)
         self._batches = BatchStreams(connection, loads, heartbeat)
         self.samples, self.trajectories = SingleSamples(connection, loads), TrajectoryCalls(connection)
+        self.publishing = PublishCalls(connection, self._weights, self._staging)
         self._spans = DriverSpans(telemetry or Telemetry("tailrace-driver", otlp_wanted()))
         self._journaling: Heartbeat | None = None
 
@@ -157,8 +159,7 @@ class RolloutClient:
 
         `tensors`: torch or numpy tensors, by the names of a saved Hugging Face folder (`tailrace.saved_weights` returns
         them); a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if there
-        is not enough memory or others are being staged. Staged weights are committed by `commit_weights`, or given up
-        by `drop`.
+        is not enough memory or others are being staged. `commit_weights` commits staged weights, `drop` gives them up.
         """
         status = await self.status()
         return await self._staging.stage(version, (status.weights_version, status.weights_digest), tensors)

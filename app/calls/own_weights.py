@@ -22,9 +22,13 @@ class OwnWeights:
     async def update(self, version: int, source: str, digest: str = "", score: Score = ()) -> WeightsLoaded:
         """Has the service load weights, and remembers them."""
         answer = await self._load(version, source, digest, *((score,) if score else ()))
-        if self._last is None or version >= self._last[0]:  # else a later update was answered before this one
-            self._last = version, source, answer.digest
+        self.remember(version, source, answer.digest)
         return answer
+
+    def remember(self, version: int, source: str, digest: str) -> None:
+        """Remembers weights that the service has loaded, unless later ones are known."""
+        if self._last is None or version >= self._last[0]:  # else a later update was answered before this one
+            self._last = version, source, digest
 
     async def rename(self, version: str, status: ServiceSnapshot) -> WeightsLoaded:
         """See `RolloutClient.rename_weights`."""

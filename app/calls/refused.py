@@ -56,6 +56,7 @@ BY_CAUSE: dict[RejectedBy, type[Exception]] = {
 
 BY_CALL: dict[str, type[Exception]] = {
     "update_weights": WeightsRejected,
+    "publish_weights": WeightsRejected,
     "load_adapter": AdapterRejected,
     "unload_adapter": AdapterRejected,
     "set_policies": PoliciesRejected,

@@ -49,7 +49,7 @@ class Staging:
 
     async def stage(self, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
         """See `RolloutClient.stage_weights` and `staged_in`."""
-        slots = Slots(self._name())
+        slots = Slots(self.name())
         keeping = asyncio.create_task(self.own_slots())
         try:
             return await asyncio.to_thread(staged_in, slots, version, served, tensors)
@@ -61,10 +61,11 @@ class Staging:
         from tailrace.deployments.staging.keeper import keep_slots
 
         accepted(refusal(self._role, Role.TRAINER, "own_slots"), "own_slots")
-        await asyncio.to_thread(keep_slots, self._name(), self._app_name)
-        return self._name()
+        await asyncio.to_thread(keep_slots, self.name(), self._app_name)
+        return self.name()
 
-    def _name(self) -> str:
+    def name(self) -> str:
+        """Returns the name of the service's slots."""
         import ray
 
         return service_name(self._app_name, ray.get_runtime_context().gcs_address)

@@ -27,6 +27,7 @@ from tailrace.deployments.coordinator.core_holder import CoreHolder
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.loop import Loop, MadeTokens
+from tailrace.deployments.coordinator.publications import Publications
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.sleep import Sleep
@@ -93,6 +94,7 @@ class Rollouts:
         self.weight_transfer = WeightTransfer(
             engines, lambda: self.registry.reports, lambda: (self.weights.version, self.weights.digest)
         )
+        self.publications = Publications(lambda: self.weights.version, self.update_weights, loop.spawn)
         self.totals, self.acceptance, self.trails = EndTotals(), Acceptance(), Trails(loop.now)
         self._runner = ChunkRunner(
             loop=loop,

@@ -278,11 +278,11 @@ class EngineLoop:
         present = self._stats.weights_version, self._stats.weights_digest
         wanted = command.version, command.digest
         if not command.digest or present != wanted or WEIGHTS in self._stats.asleep:
-            weights = self._stepper.weights
+            weights, since_s = self._stepper.weights, max(asked_s, self._stepper.progress_s)  # scores are steps, too
             weights.score_again(self._stepper)
             weights.load(command.version, command.source, command.digest)
             weights.score(self._stepper)
-            self.weights_pause_s = self._now() - max(asked_s, self._stepper.progress_s)
+            self.weights_pause_s = self._now() - since_s
         self._stats = self._stepper.stats()  # before the caller can look
 
     def _sleep(self) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 CHECKSUM_BYTES, DIGEST_BYTES = 16, 8
 
 
-def checksum(name: str, kind: str, shape: list[int], data: memoryview) -> str:
-    """Returns the checksum as 32 hex digits."""
+def checksum(name: str, kind: str, shape: list[int], *data: memoryview) -> str:
+    """Returns the checksum as 32 hex digits. `data`: the bytes, in one or more parts."""
     from blake3 import blake3  # absent from the light installation, which has only the client
 
     state = blake3(f"{name}\0{kind}\0{shape}\0".encode())
-    state.update(data)
+    for part in data:
+        state.update(part)
     return state.hexdigest(length=CHECKSUM_BYTES)
 
 

@@ -15,6 +15,11 @@ TYPES = {
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}  # fmt: skip
+
 MAX_HEADER_BYTES = 100_000_000
 """Maximum header size of the format."""
 

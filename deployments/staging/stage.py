@@ -1,5 +1,7 @@
 """A version of weights that is being written into a slot: tensors copied one by one, then sealed with checksums.
 
+Or `lay` makes the files, and ranks of a trainer write the pieces, see `piece_files`.
+
 Invariant: a slot is renamed into place only when every tensor, checksum and header is written. An interruption before
 that leaves a part folder, which the next stage removes. The caller's tensors are read in `add` alone, so it may change
 them as soon as the last `add` has returned. Called by `app.calls.client`.
@@ -10,16 +12,18 @@ import errno
 import mmap
 import os
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tailrace.deployments.messages.pieces import StagedPiece, TensorForm
 from tailrace.deployments.staging.checksums import checksum, digest_of
+from tailrace.deployments.staging.layout import FileLayout, file_name, layouts_of
+from tailrace.deployments.staging.piece_files import unlike_piece
 from tailrace.deployments.staging.safetensors_header import HEADER_BYTES, TYPES, header_block
 from tailrace.deployments.staging.slots import MemorySource, Slots
 
-ENTRY_BYTES = 160
-"""Bytes of a tensor's entry in the header, besides its name twice and its shape: type, offsets, checksum,
-punctuation.
-"""
+Pieces = dict[str, list[StagedPiece]]
+"""Pieces that ranks have written, by tensor."""
 
 
 class StageRefused(ValueError):
@@ -58,29 +62,35 @@ class Stage:
         if name in self._names:
             raise StageRefused(f"weights {self._version}: tensor {name} comes twice")
         kind, shape, data = as_bytes(name, tensor)
-        size = len(data)
-        try:
-            if not self._files or not self._files[-1].takes(name, shape, _item_bytes(size, shape)):
-                self._files.append(StagedFile(self._slots.part / f"model-{len(self._files):05}.safetensors"))
-            self._files[-1].write(name, kind, shape, data)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            free = shutil.disk_usage(self._slots.root).free
-            raise StageRefused(
-                f"weights {self._version}: {name} needs {size:,} bytes after {self.staged_bytes:,}, and "
-                f"{self._slots.root} has {free:,} free; give the machine more shared memory, or send a folder"
-            ) from None
+        form, size = TensorForm(name, kind, tuple(shape)), len(data)
+        with room_for(self._slots, f"weights {self._version}: {name} needs {size:,} bytes after {self.staged_bytes:,}"):
+            if not self._files or not self._files[-1].layout.takes(form):
+                self._files.append(StagedFile(self._path(len(self._files)), FileLayout()))
+            self._files[-1].write(form, data)
         self._names.add(name)
         self.staged_bytes += size
 
-    def seal(self) -> MemorySource:
-        """Writes checksums and headers, and puts the slot in place. Returns the source to commit."""
+    def lay(self, tensors: Sequence[TensorForm]) -> None:
+        """Makes the files for tensors whose pieces ranks write. Raises StageRefused if there is not enough memory."""
+        layouts = layouts_of(tensors)
+        self.staged_bytes = sum(layout.end - HEADER_BYTES for layout in layouts)
+        self._check_room(self.staged_bytes)
+        self._files = [StagedFile(self._path(number), layout) for number, layout in enumerate(layouts)]
+        self._names = {form.name for form in tensors}
+
+    def seal(self, pieces: Sequence[StagedPiece] = ()) -> MemorySource:
+        """Writes checksums and headers, and puts the slot in place. Returns the source to commit.
+
+        `pieces`: those that ranks have written. Raises StageRefused if the bytes of one are not the rank's.
+        """
         if not self._files:
             raise StageRefused(f"weights {self._version}: no tensor was given")
         found: dict[str, str] = {}
+        by_tensor: Pieces = {}
+        for staged in pieces:
+            by_tensor.setdefault(staged.piece.tensor.name, []).append(staged)
         for file in self._files:
-            found |= file.checksums()
+            found |= file.checksums(by_tensor)
         source = MemorySource(self._slots.service, self._version, digest_of(found))
         for file in self._files:
             file.seal(source)
@@ -105,6 +115,9 @@ class Stage:
             os.close(self._lock)
             self._lock = -1
 
+    def _path(self, number: int) -> Path:
+        return self._slots.part / file_name(number)
+
     def _check_room(self, needed_bytes: int | None) -> None:
         root, free = self._slots.root, shutil.disk_usage(self._slots.root).free
         needed_bytes = 0 if needed_bytes is None else needed_bytes + HEADER_BYTES
@@ -118,50 +131,59 @@ class Stage:
 class StagedFile:
     """One safetensors file whose header is written last."""
 
-    def __init__(self, path: Path):
-        self._path, self._end, self._header_bytes = path, HEADER_BYTES, ENTRY_BYTES
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    def __init__(self, path: Path, layout: FileLayout):
+        self.layout = layout
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(self._file, 0, HEADER_BYTES)
-        self._entries: dict[str, dict] = {}
         self._checksums: dict[str, str] = {}
 
-    def takes(self, name: str, shape: list[int], item_bytes: int) -> bool:
-        """Returns whether the tensor fits: into the header, and at an offset that suits its items."""
-        entry = 2 * len(name.encode()) + 20 * len(shape) + ENTRY_BYTES
-        return self._header_bytes + entry <= HEADER_BYTES - 8 and self._end % item_bytes == 0
-
-    def write(self, name: str, kind: str, shape: list[int], data: memoryview) -> None:
+    def write(self, form: TensorForm, data: memoryview) -> None:
         """Writes a tensor. Raises OSError; memory is reserved first, so a copy never ends half-way for lack of it."""
-        size = len(data)
+        size, place = len(data), self.layout.place(form)
         if size:
-            os.posix_fallocate(self._file, self._end, size)
+            os.posix_fallocate(self._file, place, size)
         done = 0
         while done < size:
-            done += os.pwrite(self._file, data[done : done + (1 << 30)], self._end + done)
-        begin = self._end - HEADER_BYTES
-        self._entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + size]}
-        self._header_bytes += 2 * len(name.encode()) + 20 * len(shape) + ENTRY_BYTES
-        self._end += size
+            done += os.pwrite(self._file, data[done : done + (1 << 30)], place + done)
 
-    def checksums(self) -> dict[str, str]:
-        """Returns the checksum of every tensor here, computed from the bytes that were written."""
-        os.ftruncate(self._file, self._end)
-        with mmap.mmap(self._file, self._end, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
-            for name, entry in self._entries.items():
+    def checksums(self, pieces: Pieces) -> dict[str, str]:
+        """Returns the checksum of every tensor here, computed from the bytes that were written. Raises StageRefused,
+        see `Stage.seal`.
+        """
+        os.ftruncate(self._file, self.layout.end)
+        with mmap.mmap(self._file, self.layout.end, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
+            for name, entry in self.layout.entries.items():
                 begin, end = (HEADER_BYTES + place for place in entry["data_offsets"])
                 with view[begin:end] as data:
                     self._checksums[name] = checksum(name, entry["dtype"], entry["shape"], data)
+                    for staged in pieces.get(name, ()):
+                        if unlike_piece(staged, self._checksums[name], data):
+                            raise StageRefused(f"rank {staged.rank}: {staged.piece} is staged with other bytes")
         return self._checksums
 
     def seal(self, source: MemorySource) -> None:
         metadata = {"format": "pt", "version": str(source.version), "digest": source.digest}
         metadata |= {f"blake3:{name}": value for name, value in self._checksums.items()}
-        os.pwrite(self._file, header_block({"__metadata__": metadata} | self._entries), 0)
+        os.pwrite(self._file, header_block({"__metadata__": metadata} | self.layout.entries), 0)
 
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+@contextlib.contextmanager
+def room_for(slots: Slots, what: str) -> Iterator[None]:
+    """Raises StageRefused in place of the error that memory is used up. `what`: version, and bytes that are needed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(slots.root).free
+        raise StageRefused(
+            f"{what}, and {slots.root} has {free:,} free; give the machine more shared memory, or send a folder"
+        ) from None
 
 
 def bytes_of(tensors) -> int | None:
@@ -195,10 +217,3 @@ def as_bytes(name: str, tensor) -> tuple[str, list[int], memoryview]:
 
         array = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     return kind, shape, memoryview(array)
-
-
-def _item_bytes(size: int, shape: list[int]) -> int:
-    items = 1
-    for side in shape:
-        items *= side
-    return max(1, size // items) if items else 1

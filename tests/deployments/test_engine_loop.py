@@ -83,9 +83,11 @@ class Script:
         self.asleep = (WEIGHTS,)
 
     def score(self, steps):
+        self.progress_s = self.clock.now  # it runs steps
         self.scored.append(("after", *self.loaded[-1:]))
 
     def score_again(self, steps):
+        self.progress_s = self.clock.now
         self.scored.append(("before", *self.loaded[-1:]))
 
     def step(self):

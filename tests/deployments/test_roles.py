@@ -23,7 +23,8 @@ RIGHTS = {
         "add_turn", "end_trajectory",
     },
     Role.TRAINER: {
-        "reserve", "cancel", "update_weights", "transfer_weights", "load_adapter", "unload_adapter", "set_policies",
+        "reserve", "cancel", "update_weights", "publish_weights", "transfer_weights", "load_adapter", "unload_adapter",
+        "set_policies",
         "journal", "renew_journal", "record_rewards", "forget_history", "inspect_group", "pool_detail", "drain_pool",
         "reset_caches", "pause", "resume", "cancel_all", "sleep", "wake_up", "read_weights",
     },

@@ -55,6 +55,7 @@ OURS = {
     "deployments/batches/token_log.py": "a folder of the service, files of its own names, no links",
     "deployments/constraints/form_check.py": "its pipe and the null device",
     "deployments/context/history.py": "databases with an application id of ours",
+    "deployments/staging/piece_files.py": "shared memory",
     "deployments/staging/pool_copy.py": "shared memory",
     "deployments/staging/slots.py": "shared memory",
     "deployments/staging/stage.py": "shared memory",

@@ -22,6 +22,7 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, picture_file, print
 from tailrace.lab.benchmarks.commands.overhead import command as overhead
 from tailrace.lab.benchmarks.commands.pipeline import command as pipeline
 from tailrace.lab.benchmarks.commands.processes import command as processes
+from tailrace.lab.benchmarks.commands.ranks import command as ranks
 from tailrace.lab.benchmarks.commands.results import command as results
 from tailrace.lab.benchmarks.commands.specactor import command as specactor
 from tailrace.lab.benchmarks.commands.tail import command as tail
@@ -63,6 +64,7 @@ command.add_command(observability)
 command.add_command(overhead)
 command.add_command(pipeline, "pipeline")
 command.add_command(processes)
+command.add_command(ranks)
 command.add_command(results)
 command.add_command(specactor, "specactor")
 command.add_command(tail)

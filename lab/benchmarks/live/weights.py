@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from random import Random
 from statistics import median
 
 from safetensors.torch import load_file
@@ -18,31 +17,24 @@ from safetensors.torch import load_file
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
-from tailrace.app.errors import Failed
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.model import perturbed, resolve_model
 from tailrace.app.trl.weights_folders import WeightsFolders
-from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.rollout import RolloutBatch, WeightsLoaded
+from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
 from tailrace.lab.demo import PROMPTS
 from tailrace.lab.verification.disturbances import kill_actors
 
 PROBE_TOKENS = 32
-BUSY_S = 90.0
 KILL_AFTER_S = 0.3
 """Of an update: by then it is staged, and replicas check or load."""
-
-LONG_TOKENS = 1500
-"""Of a sample that only has to keep engines busy: its answer is forced, so that it does not end early."""
-
-LOADS = 2
-"""Batches in flight, so that neither replica waits for the last sample of one."""
 
 
 class Updates:
     """One service under load, and the weights to give it: `tensors` and, as a folder, each of two sets."""
 
     def __init__(self, client: RolloutClient, folders: list[Path], disk: Path, samples: int):
-        self.client, self._samples = client, samples
+        self.client, self.load = client, DecodingLoad(client, samples)
         self.tensors = [load_file(folder / "model.safetensors") for folder in folders]
         self._disk = WeightsFolders(disk)
         self.version = 0
@@ -71,35 +63,9 @@ class Updates:
         found = {group.prompt_id: group.samples[0].token_ids async for group in self.client.rollout(batch)}
         return [found[group.prompt_id] for group in groups]
 
-    async def load(self) -> None:
-        """Samples that decode until this is cancelled."""
-        while True:
-            number = next(self._numbers)
-            draw = Random(number)
-            groups = tuple(
-                PromptGroup(
-                    prompt_id=str(place),
-                    text=f"Once upon a time, {number}.{place}:",
-                    samples=1,
-                    max_tokens=LONG_TOKENS,
-                    forced_token_ids=(tuple(draw.randrange(100, 40_000) for _ in range(LONG_TOKENS - 1)),),
-                )
-                for place in range(max(1, self._samples // LOADS))
-            )
-            async for _ in self.client.rollout(RolloutBatch(batch_id=f"load-{number}", groups=groups)):
-                pass
-
     async def busy(self) -> None:
-        """Returns once both replicas run samples under the present version. Raises Failed after BUSY_S."""
-        deadline_s = time.monotonic() + BUSY_S
-        while True:
-            if time.monotonic() > deadline_s:
-                status = await self.client.status()
-                raise Failed(f"after {BUSY_S:.0f} s two replicas are not busy under {self.version}: {status!r}")
-            replicas = (await self.client.status()).replicas
-            if len([r for r in replicas if r.ready and r.running and r.weights_version == self.version]) >= 2:
-                return
-            await asyncio.sleep(0.1)
+        """Returns once both replicas run samples under the present version."""
+        await self.load.busy(self.version)
 
 
 def _figures(loaded: WeightsLoaded, began_s: float, blocked_s: float) -> dict:
@@ -120,15 +86,15 @@ def measure(file: ServeFile, repeats: int, samples: int, say: Callable[[str], No
 
 
 async def _run(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
-    loads = [asyncio.create_task(updates.load()) for _ in range(LOADS)]
+    loading = asyncio.create_task(updates.load.run())
     measuring = asyncio.create_task(_measured(updates, repeats, say))
     try:
-        ended, _ = await asyncio.wait({measuring, *loads}, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait({measuring, loading}, return_when=asyncio.FIRST_COMPLETED)
         return ended.pop().result()  # a load ends by its error alone
     finally:
-        for task in (measuring, *loads):
+        for task in (measuring, loading):
             task.cancel()
-        await asyncio.gather(measuring, *loads, return_exceptions=True)
+        await asyncio.gather(measuring, loading, return_exceptions=True)
 
 
 async def _measured(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:

@@ -45,12 +45,14 @@ CALLS = {
     "cancel_samples": ("b", "p", 3),
     "close_session": ("b",),
     "transfer_weights": ("init", {"a": 1}),
+    "publish_weights": ("renew", 3, 1, None),
 }
 
 
 def call_of(client: RolloutClient, name: str):
-    """The client's method for a call of the coordinator; those of sessions are its `samples`'."""
+    """The client's method for a call of the coordinator; some are of its parts."""
     samples = {"cancel_samples": client.samples.cancel, "close_session": client.samples.close}
+    samples |= {"publish_weights": client.publishing.run}
     return samples[name] if name in samples else getattr(client, name)
 
 

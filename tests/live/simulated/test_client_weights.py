@@ -44,7 +44,7 @@ def slots(tmp_path, monkeypatch) -> Slots:
 
     slots, kept = Slots("app-0", tmp_path), []
     monkeypatch.setattr(staged_weights, "Slots", lambda name: Slots(name, tmp_path))
-    monkeypatch.setattr(staged_weights.Staging, "_name", lambda self: "app-0")
+    monkeypatch.setattr(staged_weights.Staging, "name", lambda self: "app-0")
     monkeypatch.setattr(keeper, "keep_slots", lambda *given: kept.append(given))
     object.__setattr__(slots, "kept", kept)
     return slots
@@ -93,6 +93,19 @@ def test_weights_that_cannot_be_staged_leave_the_way_free_and_those_that_are_ser
         assert not slots.part.exists()
 
     run(story())
+
+
+def test_a_version_that_ranks_have_published_is_loaded_again_by_any_of_them(slots):
+    done = loaded(7)
+    service = Service(publish_weights=[done, Rejected(reason="rank 1 is late")], update_weights=[done])
+    client = client_of(service)
+    assert run(client.publishing.run("staged", 7, 1, ())) is done
+    assert run(client._weights.restore(7))
+    source = str(MemorySource("app-0", 7, done.digest))
+    assert service.named("update_weights") == [(Role.TRAINER, 7, source, done.digest)]
+    with pytest.raises(WeightsRejected, match=r"^rank 1 is late$"):
+        run(client.publishing.run("join", 8, 1))
+    assert client._weights.version == 7
 
 
 @pytest.mark.parametrize("role", ["evaluator", "observer"])

@@ -1,0 +1,73 @@
+"""Pieces of tensors in the files of a stage: each rank writes its own, straight to their places in the whole tensors.
+
+A piece is a number of runs of equal length; a shard of the first dimension is one. Called by ranks, and by the stage.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+
+from tailrace.deployments.messages.pieces import StagedPiece, TensorForm, TensorPiece
+from tailrace.deployments.staging.checksums import checksum
+from tailrace.deployments.staging.layout import file_name, layouts_of
+from tailrace.deployments.staging.safetensors_header import ITEM_BYTES
+
+
+class PieceFiles:
+    """The files of a stage, for a rank that writes pieces. `tensors`: those of the plan, in order."""
+
+    def __init__(self, part: Path, tensors: Sequence[TensorForm]):
+        self._layouts = layouts_of(tensors)
+        paths = [part / file_name(number) for number in range(len(self._layouts))]
+        self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths]
+
+    def write(self, piece: TensorPiece, data: memoryview) -> None:
+        """Writes a piece. Raises OSError; memory is reserved first."""
+        for file, layout in zip(self._files, self._layouts, strict=True):
+            if (begin := layout.offset(piece.tensor.name)) is not None:
+                _write(file, begin, piece, data)
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+
+def unlike_piece(staged: StagedPiece, whole: str, data: memoryview) -> bool:
+    """Returns whether a staged piece differs from its rank's own. `whole`, `data`: checksum and bytes of the tensor."""
+    piece = staged.piece
+    if piece.is_whole:
+        return staged.end.checksum != whole
+    size, offsets = runs_of(piece)
+    return staged.end.checksum != checksum_of_piece(piece, *(data[offset : offset + size] for offset in offsets))
+
+
+def checksum_of_piece(piece: TensorPiece, *data: memoryview) -> str:
+    """Returns the checksum of a piece's bytes, in one or more parts; a whole tensor's is that of `checksum`."""
+    return checksum(str(piece), piece.tensor.kind, list(piece.extent), *data)
+
+
+def runs_of(piece: TensorPiece) -> tuple[int, Iterator[int]]:
+    """Returns the bytes of a run, and the offset of each run in the whole tensor, in bytes."""
+    shape, start, extent = piece.tensor.shape, piece.start, piece.extent
+    item = ITEM_BYTES[piece.tensor.kind]
+    last = len(shape)  # the dimensions from here on are whole
+    while last and extent[last - 1] == shape[last - 1]:
+        last -= 1
+    outer = max(0, last - 1)  # the dimensions before this one are walked, and the rest is one run
+    strides = [prod(shape[place + 1 :]) * item for place in range(len(shape))]
+    first = sum(begin * stride for begin, stride in zip(start, strides, strict=True))
+    walks = [range(0, extent[place] * strides[place], strides[place]) for place in range(outer)]
+    return prod(extent[outer:]) * item, (first + sum(steps) for steps in product(*walks))
+
+
+def _write(file: int, begin: int, piece: TensorPiece, data: memoryview) -> None:
+    size, runs = runs_of(piece)
+    if not (offsets := list(runs) if size else []):
+        return
+    os.posix_fallocate(file, begin + offsets[0], offsets[-1] + size - offsets[0])
+    for number, offset in enumerate(offsets):
+        run, done = data[number * size : (number + 1) * size], 0
+        while done < size:
+            done += os.pwrite(file, run[done : done + (1 << 30)], begin + offset + done)

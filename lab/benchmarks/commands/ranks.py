@@ -1,0 +1,45 @@
+"""`tailrace bench ranks`: seconds of a weights update from every rank of a trainer, and the size of deltas."""
+
+import click
+
+from tailrace.app.config import DEFAULT_CONFIG, load_config, with_engine
+from tailrace.app.errors import BadInput
+from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
+
+RATES = (2e-5, 1e-6)
+"""Learning rates of deltas: that of examples/train.yaml, and the default."""
+
+USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart"
+
+
+@click.command("ranks")
+@click.option("--layouts", default=USUAL, show_default=True, help="Names with commas between.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Updates of each layout.")
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Decoding meanwhile.")
+@click.option("--model", default=None, help="A model's folder; by default the configuration's.")
+@click.option("--deltas/--no-deltas", default=True, show_default=True, help="Also deltas after steps of AdamW.")
+@click.option("--config", default=DEFAULT_CONFIG, show_default="serve.yaml", type=click.Path())
+@AS_JSON
+def command(layouts, repeats, samples, model, deltas, config, as_json):
+    """Update two replicas that decode from 1, 2 and 4 ranks that are processes: FSDP2 and tensor parallelism.
+
+    `update_s`: until all replicas hold the version. `blocked_s`: until the slowest rank may change its tensors.
+    `paused_s`: an engine without a token. `delta_share`: compressed XOR of a step over all bytes. About ten minutes.
+    """
+    from tailrace.lab.benchmarks.live.rank_process import LAYOUTS
+
+    names = layouts.split(",")
+    if unknown := [name for name in names if name not in LAYOUTS]:
+        raise BadInput(f"--layouts {layouts}: no layout {unknown[0]!r}; there are {', '.join(LAYOUTS)}")
+    file = load_config(config)
+    if model is not None:
+        file = with_engine(file, {"model": model})
+    from tailrace.app.model import resolve_model
+    from tailrace.lab.benchmarks.live.ranks import measure
+
+    result = {"layouts": measure(file, names, repeats, samples, say)}
+    if deltas:
+        from tailrace.lab.benchmarks.live.weight_deltas import measure as measure_deltas
+
+        result["delta_share"] = measure_deltas(resolve_model(file.application.args.engine.model), RATES, say)
+    print_result(result, as_json)

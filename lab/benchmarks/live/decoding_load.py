@@ -1,0 +1,59 @@
+"""Samples that keep two replicas decoding while weights are updated."""
+
+import asyncio
+import itertools
+import time
+from random import Random
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.errors import Failed
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+
+BUSY_S = 90.0
+
+LONG_TOKENS = 1500
+"""Of a sample that only has to keep engines busy: its answer is forced, so that it does not end early."""
+
+LOADS = 2
+"""Batches in flight, so that neither replica waits for the last sample of one."""
+
+
+class DecodingLoad:
+    """`samples`: in flight, of LOADS batches."""
+
+    def __init__(self, client: RolloutClient, samples: int):
+        self._client, self._samples = client, samples
+        self._numbers = itertools.count()
+
+    async def run(self) -> None:
+        """Decodes until it is cancelled."""
+        await asyncio.gather(*(self._batches() for _ in range(LOADS)))
+
+    async def busy(self, version: int, replicas: int = 2) -> None:
+        """Returns once so many replicas run samples under a version. Raises Failed after BUSY_S."""
+        deadline_s = time.monotonic() + BUSY_S
+        while True:
+            if time.monotonic() > deadline_s:
+                status = await self._client.status()
+                raise Failed(f"after {BUSY_S:.0f} s {replicas} replicas are not busy under {version}: {status!r}")
+            found = (await self._client.status()).replicas
+            if len([r for r in found if r.ready and r.running and r.weights_version == version]) >= replicas:
+                return
+            await asyncio.sleep(0.1)
+
+    async def _batches(self) -> None:
+        while True:
+            number = next(self._numbers)
+            draw = Random(number)
+            groups = tuple(
+                PromptGroup(
+                    prompt_id=str(place),
+                    text=f"Once upon a time, {number}.{place}:",
+                    samples=1,
+                    max_tokens=LONG_TOKENS,
+                    forced_token_ids=(tuple(draw.randrange(100, 40_000) for _ in range(LONG_TOKENS - 1)),),
+                )
+                for place in range(max(1, self._samples // LOADS))
+            )
+            async for _ in self._client.rollout(RolloutBatch(batch_id=f"load-{number}", groups=groups)):
+                pass

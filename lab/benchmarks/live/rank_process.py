@@ -1,0 +1,103 @@
+"""One rank of a stand-in trainer: a real model in one layout, which changes its weights and publishes them.
+
+`python -m tailrace.lab.benchmarks.live.rank_process RANK_JOB`: a RankJob as JSON. Prints a row of figures for each
+version, as JSON. Started by `ranks`.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: to publish, in order. `timeout_s`: the
+    ranks' limit for one another.
+    """
+
+    rank: int
+    world_size: int
+    port: int
+    address: str
+    model: str
+    layout: str
+    versions: tuple[int, ...]
+    timeout_s: float
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+CHANGE = 1.001
+"""Factor of all weights from one version to the next."""
+
+LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2, "fsdp2_2_apart": 2}
+"""Number of ranks by layout: one process, FSDP2, tensor parallelism; ranks that take themselves for two nodes."""
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+"""Layers whose outputs and whose inputs tensor parallelism divides, as Megatron does."""
+
+
+def laid_out(model, layout: str, world_size: int):
+    """Returns the model, sharded in place."""
+    if layout == "one":
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    if layout.startswith("fsdp2"):
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for layer in model.model.layers:
+        plan = {name: ColwiseParallel() for name, _ in layer.named_modules() if name.rpartition(".")[2] in COLUMNS}
+        plan |= {name: RowwiseParallel() for name, _ in layer.named_modules() if name.rpartition(".")[2] in ROWS}
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def main(job: RankJob) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    from transformers import AutoModelForCausalLM
+
+    if job.world_size > 1:
+        where = f"tcp://127.0.0.1:{job.port}"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
+    model = laid_out(model, job.layout, job.world_size)
+    from tailrace.app.cluster import connect
+    from tailrace.app.weights import publish
+
+    if job.layout.endswith("_apart"):
+        publish.this_node = lambda: f"node {job.rank}"
+    client = connect(job.address)
+    for version in job.versions:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(CHANGE)
+        print("ready", flush=True)
+        sys.stdin.readline()  # all ranks are told at once
+        began_s = time.monotonic()
+        try:
+            publishing = publish.begin(version, model, client=client, timeout_s=job.timeout_s)
+            loaded = publishing.wait()
+        except ValueError as error:
+            row = {"refused": str(error)}
+        else:
+            row = {"paused_s": list(loaded.paused_s.values()), "digest": loaded.digest, "blocked_s": loaded.staged_s}
+        print(json.dumps(row | {"update_s": time.monotonic() - began_s}), flush=True)
+    os._exit(0)  # the others may still wait for their end
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    main(RankJob(**given))

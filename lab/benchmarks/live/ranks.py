@@ -1,0 +1,122 @@
+"""Updates from every rank of a trainer, by layout: two replicas decode, and ranks are processes of this machine.
+
+Ranks publish through shared memory. The layouts take turns, each with ranks of its own; the first update of each is not
+counted.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.cluster import LOOPBACK_ONLY, service
+from tailrace.app.config import ServeFile
+from tailrace.app.errors import Failed
+from tailrace.app.model import resolve_model
+from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
+from tailrace.lab.benchmarks.live.rank_process import LAYOUTS, RankJob
+
+
+def measure(file: ServeFile, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]) -> dict:
+    """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish."""
+    model = resolve_model(file.application.args.engine.model)
+    with service(file, None) as client:
+        return asyncio.run(_measured(client, model, layouts, repeats, samples, say))
+
+
+async def _measured(
+    client: RolloutClient, model: Path, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]
+) -> dict:
+    load = DecodingLoad(client, samples)
+    loading = asyncio.create_task(load.run())
+    try:
+        found = {}
+        for layout in layouts:
+            first = (await client.status()).weights_version + 1
+            rows = await _updates(load, model, layout, range(first, first + repeats + 1), say)
+            found[layout] = _medians(rows[1:]) | {"ranks": LAYOUTS[layout], "bytes": _bytes_of(model)}
+            say(f"{layout}: {found[layout]}")
+        return found
+    finally:
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+
+
+async def _updates(
+    load: DecodingLoad, model: Path, layout: str, versions: range, say: Callable[[str], None]
+) -> list[list[dict]]:
+    """Returns the rows of all ranks by version."""
+    with RankProcesses(model, layout, tuple(versions)) as ranks:
+        rows = []
+        for version in versions:
+            await load.busy(version - 1, replicas=1)  # it may hold all samples
+            rows.append(await asyncio.to_thread(ranks.publish))
+            say(f"{layout}, version {version}: {rows[-1]}")
+        return rows
+
+
+class RankProcesses:
+    """The ranks of one layout, as processes connected to this process's cluster. `versions`: those to publish.
+    `timeout_s`: their limit for one another.
+    """
+
+    def __init__(self, model: Path, layout: str, versions: tuple[int, ...], timeout_s: float = 60.0):
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        address, size = ray.get_runtime_context().gcs_address, LAYOUTS[layout]
+        shared = {"port": port, "address": address, "model": str(model), "layout": layout, "versions": versions}
+        shared |= {"world_size": size, "timeout_s": timeout_s}
+        jobs = [RankJob(rank=rank, **shared) for rank in range(size)]
+        command = [sys.executable, "-m", "tailrace.lab.benchmarks.live.rank_process"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        environment = os.environ | LOOPBACK_ONLY
+        self.processes = [subprocess.Popen([*command, job.text()], env=environment, **pipes) for job in jobs]
+
+    def __enter__(self) -> "RankProcesses":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def publish(self) -> list[dict]:
+        """Has all ranks publish the next version. Returns their rows. Raises Failed if a rank has ended."""
+        for process in self.processes:
+            self.line(process)  # it is ready
+        for process in self.processes:
+            self.tell(process)
+        return [json.loads(self.line(process)) for process in self.processes]
+
+    def line(self, process: subprocess.Popen) -> str:
+        """Returns the next line of a rank. Raises Failed if it has ended."""
+        if not (line := process.stdout.readline()):
+            raise Failed(f"a rank has ended: {process.args[-1]}")
+        return line.strip()
+
+    def tell(self, process: subprocess.Popen) -> None:
+        """Has one rank publish."""
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def _bytes_of(model: Path) -> int:
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def _medians(updates: list[list[dict]]) -> dict:
+    """An update takes as long as its slowest rank."""
+    paused = [value for ranks in updates for value in ranks[0]["paused_s"]]
+    found = {key: median(max(rank[key] for rank in ranks) for ranks in updates) for key in ("update_s", "blocked_s")}
+    return {key: round(value, 3) for key, value in (found | {"paused_s": median(paused)}).items()} | {
+        "updates": [{key: round(max(rank[key] for rank in ranks), 3) for key in found} for ranks in updates]
+    }

@@ -1,0 +1,61 @@
+"""Weights from two and four ranks of a trainer, on a real service: as from one process to the byte, or not at all."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tailrace import saved_weights
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.deployments.staging.slots import Slots
+from tailrace.deployments.staging.stage import Stage
+from tailrace.lab.benchmarks.live.rank_process import CHANGE
+from tailrace.lab.benchmarks.live.ranks import RankProcesses
+
+GROUP = PromptGroup(prompt_id="p", text="Count to three:", samples=2, max_tokens=16)
+
+
+def digest_of(model_dir, changes: int, root) -> str:
+    """The digest of the weights that one process would send."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    with torch.no_grad():
+        for _ in range(changes):
+            for parameter in model.parameters():
+                parameter.mul_(CHANGE)
+    stage = Stage(Slots("one-process", root), 1, (0, ""))
+    for name, tensor in saved_weights(model):
+        stage.add(name, tensor)
+    return stage.seal().digest
+
+
+def tokens(client, name: str) -> list:
+    (group,) = client.rollout_blocking(RolloutBatch(batch_id=name, groups=(GROUP,)))
+    return [(sample.token_ids, sample.segments[-1].weights_version) for sample in group.samples]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2_2", "tensor_2", "fsdp2_2_apart"])
+def test_ranks_publish_what_one_process_would_send(client, tiny_model, tmp_path, layout):
+    version = client.status_blocking().weights_version + 1
+    with RankProcesses(tiny_model, layout, (version,)) as ranks:
+        rows = ranks.publish()
+    assert {row["digest"] for row in rows} == {digest_of(tiny_model, 1, tmp_path)}
+    status = client.status_blocking()
+    assert (status.weights_version, status.weights_digest) == (version, rows[0]["digest"])
+    check = client.check_weights_blocking()
+    assert not check.unlike and not check.problems
+    assert {used for _, used in tokens(client, f"after-{layout}")} == {version}
+
+
+def test_a_killed_rank_costs_its_version_alone(client, tiny_model):
+    version = client.status_blocking().weights_version
+    before = tokens(client, "before-kill")
+    with RankProcesses(tiny_model, "fsdp2_2", (version + 1, version + 2), timeout_s=10.0) as ranks:
+        assert list(map(ranks.line, ranks.processes)) == ["ready"] * 2
+        ranks.processes[1].kill()
+        ranks.tell(ranks.processes[0])
+        row = json.loads(ranks.line(ranks.processes[0]))
+    assert row["refused"] == f"weights {version + 1}: rank 1 has not joined within 10 s; the service keeps its weights"
+    assert client.status_blocking().weights_version == version and tokens(client, "after-kill") == before
+    with RankProcesses(tiny_model, "one", (version + 2,)) as ranks:
+        assert "digest" in ranks.publish()[0]

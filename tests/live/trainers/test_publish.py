@@ -1,0 +1,92 @@
+"""Real ranks over gloo publish what they hold: pieces are the whole to the bit, and a killed rank costs one version."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tailrace.deployments.staging.slots import Slots, memory_source
+from tailrace.deployments.staging.stage import Stage
+from trainers.publication_server import PublicationServer
+
+SCRIPT = Path(__file__).parent / "publishing_rank.py"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def run_ranks(server, root, layouts: str, world: int, death: tuple[int, str] | None = None) -> list[str]:
+    """What each rank has printed; empty for one that was killed. None hangs."""
+    port, mortal = free_port(), "mortal" if death else "immortal"
+    deaths = [death[1] if death and death[0] == rank else "none" for rank in range(world)]
+    shared = [str(each) for each in (world, port, server.address, root, layouts, mortal)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(rank), *shared, deaths[rank]],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        return [rank.communicate(timeout=240)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def digest_of(tensors: dict, root) -> str:
+    stage = Stage(Slots("one-process", root), 1, (0, ""))
+    for name, tensor in tensors.items():
+        stage.add(name, tensor)
+    return stage.seal().digest
+
+
+@pytest.mark.parametrize(("world", "layouts"), [(2, "fsdp,tensor,slices"), (4, "fsdp,both,hybrid,columns")])
+def test_the_pieces_of_all_ranks_are_the_whole_to_the_bit(tmp_path, world, layouts):
+    server = PublicationServer()
+    said = run_ranks(server, tmp_path, layouts, world)
+    assert len(set(said)) == 1, said
+    for number, (layout, line) in enumerate(zip(layouts.split(","), said[0].splitlines(), strict=True), 1):
+        digest = digest_of(load_file(tmp_path / f"{layout}.safetensors"), tmp_path)
+        assert line == f"loaded {number} {digest}", layout
+    assert [memory_source(source).version for _, source in server.loads] == list(range(1, 1 + len(server.loads)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "reason"),
+    [
+        (1, "before", "rank 1 has not joined within 6 s"),
+        (0, "before", "rank 0 has not joined within 6 s"),
+        (1, "manifest", "rank 1 has not staged within 6 s"),
+        (0, "staging", "rank 0 has not staged within 6 s"),
+        (0, "staged", "rank 0 has not sealed within 6 s"),
+        (1, "staged", ""),
+    ],
+)
+def test_a_killed_rank_ends_its_version_by_name_or_is_needed_no_more(tmp_path, rank, phase, reason):
+    server = PublicationServer()
+    said = run_ranks(server, tmp_path, "fsdp", 2, (rank, phase))
+    assert said[rank] == ""
+    if not reason:
+        assert said[1 - rank].startswith("loaded 1 ") and len(server.loads) == 1
+        return
+    assert said[1 - rank] == f"refused weights 1: {reason}; the service keeps its weights" and server.loads == []
+    slots = Slots("app-0", tmp_path)
+    assert slots.held() == {}
+    Stage(slots, 2, (0, "")).drop()  # the way is free
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_engines_load_changes_nothing(tmp_path, rank):
+    server = PublicationServer(lambda version: os.kill(server.pids[rank], signal.SIGKILL))
+    said = run_ranks(server, tmp_path, "fsdp", 2, (rank, "none"))
+    assert said[rank] == "" and said[1 - rank].startswith("loaded 1 ")
