@@ -8,7 +8,7 @@ import click
 
 from tailrace.app.errors import BadInput
 
-DEFAULT_MODES = "verl_no_old_pass,verl_apart,sync,overlap,one_step_off,bounded,histopipe"
+DEFAULT_MODES = "verl_no_old_pass,verl_apart,sync,overlap,one_step_off,finish,bounded,histopipe"
 
 
 @click.command()

@@ -2,8 +2,9 @@
 
 Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them: at once, or
 with `kv_on_update: finish` when the core lets it go. With `own_update` the core knows one version: a replica keeps its
-own weights for samples in flight, holds samples of a later step until it runs nothing, and loads. Invariants: no token
-of step t was made by weights that lack more than `ahead` updates, and none by later ones. Called by `run`.
+own weights for samples in flight, holds samples of a later step until it runs nothing, and loads. With `puts_off` the
+group of an outlier that the core moves to the next step is trained there. Invariants: no token of step t was made by
+weights that lack more than `ahead` updates, one more if put off, and none by later ones. Called by `run`.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from tailrace.policies.protocol import events as ev
 
 class TrainingHost(SimulatedHost):
     """`train_gpus`: number of GPUs that train, while they do. The record: `published_s` (when the weights of each step
-    were made), `rolled_s` (when its last sample ended), `made` and `busy`.
+    were made), `rolled_s` (when its last sample ended), `versions_of` and `busy`.
     """
 
     overlaps = True
@@ -55,9 +56,9 @@ class TrainingHost(SimulatedHost):
         self._held: list[list[tuple[SimulatedChunk, int | None]]] = [[] for _ in fleet.replicas]
         self._versions: dict[str, int] = {}  # versions of the weights that make a running chunk
         self._groups: dict[str, tuple[int, WorkloadGroup]] = {}
+        self.put_off: set[tuple[int, str]] = set()  # groups by the step that they came with
         self.published_s: list[float] = []
         self.rolled_s = [0.0] * len(workload.steps)
-        self.made: Counter[tuple[int, int]] = Counter()  # tokens by step and weights version
         self.versions_of: dict[tuple[int, str], list[tuple[int, int]]] = {}  # (version, tokens) of each sample, in turn
         self.busy = BusyTimes(len(fleet.replicas))
 
@@ -67,6 +68,8 @@ class TrainingHost(SimulatedHost):
         self._submit_allowed()
 
     def _acted(self) -> None:
+        if self._mode.puts_off:
+            self._put_off_outliers()
         if self._mode.own_update:
             for replica in self._fleet.replicas:
                 self._load_if_idle(replica)
@@ -87,6 +90,41 @@ class TrainingHost(SimulatedHost):
     def _round_over(self) -> bool:
         """Returns whether all submitted samples have ended, and all but the last step is trained on."""
         return not self._samples and self._learner.version >= self._step
+
+    def _put_off_outliers(self) -> None:
+        """Counts the groups of outliers that have moved on to the next step, once each."""
+        for sample, where in self._core.outliers.moved.items():
+            group_id = sample.group.spec.group_id
+            step, group = self._groups.get(group_id, (None, None))
+            if where == "next" and group is not None and step == sample.group.batch.step:
+                self._groups[group_id] = step + 1, group
+                self.put_off.add((step, group_id))
+                self._learner.put_off(step, group)
+                self._train()
+
+    def trained_in(self, step: int, sample_id: str) -> int:
+        """Returns the step in which a sample is trained on that came with `step`."""
+        return step + ((step, sample_id.rpartition("#")[0]) in self.put_off)
+
+    @property
+    def made(self) -> Counter[tuple[int, int]]:
+        """Tokens by the step in which they are trained on, and by weights version."""
+        found = Counter()
+        for (step, sample_id), pieces in self.versions_of.items():
+            for version, tokens in pieces:
+                found[self.trained_in(step, sample_id), version] += tokens
+        return found
+
+    def ends_s(self) -> list[list[float]]:
+        """Returns the seconds at which samples ended, sorted, by the step in which they are trained on."""
+        found = [[] for _ in self._workload.steps]
+        for one in self._ended:
+            found[self.trained_in(one.step, one.sample_id)].append(one.ended_s)
+        return [sorted(seconds) for seconds in found]
+
+    def moved_share(self) -> float:
+        """Returns the share of samples that left their ranking group."""
+        return sum(self._core.outliers.moves.values()) / self._total
 
     def _group_ended(self, group_id: str) -> None:
         step, group = self._groups.pop(group_id)
@@ -183,6 +221,8 @@ class TrainingHost(SimulatedHost):
         if self._mode.own_update and (self._loading[index] or self._holds[index] < step - self._mode.ahead):
             self._held[index].append((chunk, min_pull_tokens))
             return
+        if self._mode.own_update:
+            chunk.stored = 0  # KV of a sample that moves is computed again: its weights may be others
         self._sent[index] += 1
         self._versions[chunk.chunk_id] = self._holds[index] if self._mode.own_update else chunk.weights_version
         super()._send(chunk, min_pull_tokens, touched)
@@ -200,5 +240,4 @@ class TrainingHost(SimulatedHost):
     def _took(self, chunk: SimulatedChunk) -> None:
         sample, version = chunk.sample, self._versions.pop(chunk.chunk_id)
         step = sample.progress.step
-        self.made[step, version] += int(chunk.made)
         self.versions_of.setdefault((step, sample.sample_id), []).append((version, int(chunk.made)))

@@ -46,6 +46,14 @@ class Learner:
             found.append((self._scorers_free_s, each))
         return found
 
+    def put_off(self, step: int, group: WorkloadGroup) -> None:
+        """Counts an unended group to the next step: it is trained on last there."""
+        before, after = self.steps[step], self.steps[step + 1]
+        before.order.remove(group)
+        before.unended -= 1
+        after.order.append(group)
+        after.unended += 1
+
     def next_piece(self) -> list[WorkloadGroup]:
         """Returns the groups of the step's next piece; empty while too few are scored."""
         if self.version == len(self.steps):

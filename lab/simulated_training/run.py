@@ -45,7 +45,7 @@ def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) ->
 
 def host_of(
     scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures, *, check: bool = False,
-    kv_on_update: str = "fresh", progress: Callable[[int, int], None] | None = None,
+    kv_on_update: str = "fresh", ranking_groups: int = RANKING_GROUPS, progress: Callable[[int, int], None] | None = None,
 ) -> TrainingHost:  # fmt: skip
     """Returns the host of a mode, not yet run. Raises ValueError for too few GPUs."""
     rollout_gpus, train_gpus = gpus_of(scenario, mode, figures)
@@ -59,7 +59,7 @@ def host_of(
         policies = policies.model_copy(update={"kv_on_update": Policies(kv_on_update=kv_on_update).kv_on_update})
     if isinstance(policies.ordering, HistoPipe):
         train_s = sum(map(trained_tokens, workload.steps[0])) * costs.token_gpu_s / train_gpus
-        knobs = {"ranking_groups": min(RANKING_GROUPS, max(replicas // 2, 1)), "train_s": train_s}
+        knobs = {"ranking_groups": min(ranking_groups, max(replicas // 2, 1)), "train_s": train_s}
         policies = policies.model_copy(update={"ordering": policies.ordering.model_copy(update=knobs)})
     sees = None
     if policies.drafting.max_draft_tokens:
@@ -86,7 +86,8 @@ def train_run(
     replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. idle_share: of
     all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of GPUs that roll out.
     staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples, those with tokens of
-    several versions.
+    several versions. tail_s: from 90 % of a step's samples ended to the last, mean. migrated_share: of samples, those
+    that left their ranking group; put_off_share: of groups, those trained one step later.
     """
     figures = figures or TrainingFigures()
     host = host_of(scenario, mode, seed, steps, figures, **how)
@@ -108,20 +109,24 @@ def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figur
     trained_s = covered_s(busy.training, begin_s, end_s)
     generated, loaded = list(chain(*busy.generating)), list(chain(*busy.loading))
     total = rollout_gpus + train_gpus if mode.apart else train_gpus
-    stale = {key: max(0, key[0] - key[1]) for key in host.made}
-    tokens = sum(host.made.values())
+    counts, ends = host.made, host.ends_s()
+    stale = {key: max(0, key[0] - key[1]) for key in counts}
+    tokens = sum(counts.values())
     return {
         "step_s": span_s / (steps - warm),
-        "tokens_s": sum(count for (step, _), count in host.made.items() if step >= warm) / span_s,
+        "tokens_s": sum(count for (step, _), count in counts.items() if step >= warm) / span_s,
         "rollout_share": covered_s(generated, begin_s, end_s) / span_s,
         "train_share": trained_s / span_s,
         "weights_share": covered_s(loaded, begin_s, end_s) / span_s,
         "waiting_share": 1 - covered_s([*generated, *loaded, *busy.training], begin_s, end_s) / span_s,
         "idle_share": 1 - (each * sum(used) + train_gpus * trained_s) / (total * span_s),
         "rollout_idle_share": 1 - sum(used) / (len(used) * span_s) - (0.0 if mode.apart else trained_s / span_s),
-        "staleness_mean": sum(stale[key] * count for key, count in host.made.items()) / tokens,
+        "staleness_mean": sum(stale[key] * count for key, count in counts.items()) / tokens,
         "staleness_max": max(stale.values()),
         "mixed_share": sum(map(_is_mixed, host.versions_of.values())) / len(host.versions_of),
+        "tail_s": sum(one[-1] - one[len(one) * 9 // 10] for one in ends[warm:]) / (steps - warm),
+        "migrated_share": host.moved_share(),
+        "put_off_share": len(host.put_off) / sum(map(len, ends)) * scenario.samples.value,
         "rollout_gpus": rollout_gpus,
         "train_gpus": train_gpus,
     }

@@ -8,7 +8,7 @@ Laws kept here, each with a test:
 - The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
 `KvTracker` (pool), `LengthTracker`, `LanePlanner`, `TrajectoryBook`, `Failures`, `UnassignedGroups`, `HeldSamples`,
-`DraftPlanner`, `Races`, `Scaling`, `Drain`.
+`DraftPlanner`, `Races`, `Scaling`, `Drain`, `Outliers`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
@@ -22,6 +22,7 @@ from tailrace.policies.core.failures import Failures, Verdict
 from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.lane_planner import LanePlanner
 from tailrace.policies.core.length_tracker import LengthTracker
+from tailrace.policies.core.outliers import Outliers
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.races import Races
 from tailrace.policies.core.replica_table import ReplicaTable
@@ -91,7 +92,8 @@ class RolloutCore:
             draft_planner=self._draft_planner,
         )
         self._drain = Drain(policies.kv_on_update, self.replicas, self._waiting, self._running, self._buffer)
-        self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
+        self.outliers = Outliers(policies.ordering, self.replicas, self._running)
+        self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer, self.outliers)
         self._failures = Failures(self.replicas, self._running)
         self._trajectories = TrajectoryBook(policies.trajectories, self.replicas, self._kv)
         self._held = HeldSamples()
@@ -282,7 +284,7 @@ class RolloutCore:
         for sample in self._unassigned.bind():
             if not self._failures.is_paused(sample):
                 self._put(sample)
-        for sample in self._lanes.renew(now):
+        for sample in (*self._lanes.renew(now), *self.outliers.look(now)):
             self._requeue(sample)
         self._outbox += [self._dispatcher.start(*kept) for kept in self._drain.starts()]
         homes = self._start_bound()
@@ -361,6 +363,10 @@ class RolloutCore:
         Its replica may be available again meanwhile; the sample still waits for the new one.
         """
         group = sample.group
+        if (home := self.outliers.home(sample)) is not None:
+            sample.home = home
+            self._put(sample)
+            return
         if group.home is not None and (group in self._unassigned or not self.replicas.stays(group.home)):
             self._unassigned.add((group,))
             return
@@ -437,6 +443,7 @@ class RolloutCore:
         self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
         self._waiting.forget(group)
         self._lanes.forget(group)
+        self.outliers.forget(group)
         self._unassigned.discard(group)
         self._buffer.forget(group)
         self._forget_if_over(group.batch)
@@ -452,6 +459,7 @@ class RolloutCore:
         if not (batch.unemitted or batch.is_open) and self._buffer.batches.pop(batch.batch_id, None) is not None:
             self._waiting.forget_batch(batch)
             self._lanes.forget_batch(batch)
+            self.outliers.forget_batch(batch)
             self._lengths.remember((*batch.known_lengths, *(group.known_lengths() for group in batch.groups.values())))
 
     # ---- queries of a shell -----------------------------------------------------------------------
