@@ -24,7 +24,7 @@ class TrainingMode:
     continue through updates. `own_update`: each replica loads weights by itself, between two of its steps. `late`:
     rewards begin once the rollout has ended. `old_logprobs`: the trainer computes them again. `by_length`: a step's
     prompts had answers of like length an epoch ago. `puts_off`: outliers that move to the next step are trained there.
-    """
+    `by_groups`: groups are admitted one by one and trained on as they end, within `ahead` updates."""
 
     about: str
     system: System
@@ -38,6 +38,7 @@ class TrainingMode:
     old_logprobs: bool = False
     by_length: bool = False
     puts_off: bool = False
+    by_groups: bool = False
 
 
 TAILRACE, VERL = SYSTEMS["tailrace"], SYSTEMS["verl"]
@@ -68,6 +69,10 @@ MODES = {
     "bounded": TrainingMode(
         "samples continue through updates; admission by capacity", TAILRACE, True,
         ahead=2, streams=True, in_flight=True,
+    ),
+    "bounded_groups": TrainingMode(
+        "as bounded; groups are admitted one by one, and a step is trained on those that end", TAILRACE, True,
+        ahead=2, streams=True, in_flight=True, by_groups=True,
     ),
     "finish": TrainingMode(
         "as one_step_off without its wait: samples end under their weights, each replica updates once it has none",

@@ -26,11 +26,6 @@ from tailrace.policies.families.registry import Policies
 WARM_UP = 2
 """Number of first steps that are not counted: rollout and training have not met yet."""
 
-RANKING_GROUPS = 16
-"""Number of ranking groups for mathematics (RhymeRL 7.2.3), on twice as many replicas or more; fewer on fewer
-replicas.
-"""
-
 
 def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> tuple[int, int]:
     """Returns the GPUs that roll out, in whole replicas, and the GPUs that train."""
@@ -45,7 +40,7 @@ def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) ->
 
 def host_of(
     scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures, *, check: bool = False,
-    kv_on_update: str = "fresh", ranking_groups: int = RANKING_GROUPS, progress: Callable[[int, int], None] | None = None,
+    kv_on_update: str = "fresh", progress: Callable[[int, int], None] | None = None,
 ) -> TrainingHost:  # fmt: skip
     """Returns the host of a mode, not yet run. Raises ValueError for too few GPUs."""
     rollout_gpus, train_gpus = gpus_of(scenario, mode, figures)
@@ -59,7 +54,7 @@ def host_of(
         policies = policies.model_copy(update={"kv_on_update": Policies(kv_on_update=kv_on_update).kv_on_update})
     if isinstance(policies.ordering, HistoPipe):
         train_s = sum(map(trained_tokens, workload.steps[0])) * costs.token_gpu_s / train_gpus
-        knobs = {"ranking_groups": min(ranking_groups, max(replicas // 2, 1)), "train_s": train_s}
+        knobs = {"ranking_groups": min(figures.ranking_groups.value, max(replicas // 2, 1)), "train_s": train_s}
         policies = policies.model_copy(update={"ordering": policies.ordering.model_copy(update=knobs)})
     sees = None
     if policies.drafting.max_draft_tokens:
@@ -87,7 +82,7 @@ def train_run(
     all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of GPUs that roll out.
     staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples, those with tokens of
     several versions. tail_s: from 90 % of a step's samples ended to the last, mean. migrated_share: of samples, those
-    that left their ranking group; put_off_share: of groups, those trained one step later.
+    that left their ranking group; other_step_share: of groups, those trained on in another step than they came with.
     """
     figures = figures or TrainingFigures()
     host = host_of(scenario, mode, seed, steps, figures, **how)
@@ -126,7 +121,7 @@ def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figur
         "mixed_share": sum(map(_is_mixed, host.versions_of.values())) / len(host.versions_of),
         "tail_s": sum(one[-1] - one[len(one) * 9 // 10] for one in ends[warm:]) / (steps - warm),
         "migrated_share": host.moved_share(),
-        "put_off_share": len(host.put_off) / sum(map(len, ends)) * scenario.samples.value,
+        "other_step_share": host.other_step_share(),
         "rollout_gpus": rollout_gpus,
         "train_gpus": train_gpus,
     }

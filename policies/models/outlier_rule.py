@@ -1,7 +1,7 @@
 """Outliers of a ranking group: answers longer than its history lets expect, and where they continue (RhymeRL 6.3).
 
-Invariant: nothing moves without history. Pure; called by `HistoPipe` of the orderings, for `policies.core.outliers`, and
-by `lab.research.histopipe`.
+Invariant: nothing moves without history. Pure; called by `HistoPipe` of the orderings, for `policies.core.outliers`,
+and by `lab.research.histopipe`.
 """
 
 from collections.abc import Sequence
