@@ -369,10 +369,8 @@ class Rollouts:
                 case ac.EndTurn():
                     self.batches.end_turn(action)
                 case ac.EndSample():
-                    sample = self.batches.of(action.sample_id).samples[action.sample_id]
-                    self.batches.end(action)
+                    self.totals.updates += self.batches.end(action, self.core.replicas.weights_version)
                     self.totals.sample_ended(action.end)
-                    self.totals.updates += sample.updates(self.core.replicas.weights_version)
                 case ac.EmitGroup():
                     if (over := self.batches.emit(action)) is not None:
                         self.totals.batch_over(over.parts_s(self.loop.now()))

@@ -52,13 +52,12 @@ class Outliers:
             )
 
     def forget(self, group: Group) -> None:
-        """Drops what is known of a group that has been emitted."""
+        """Drops what is known of a group that is about to be emitted, and of its batch if it is the last one."""
         for sample in group.samples if self.moved else ():
             self.moved.pop(sample, None)
             self._homes.pop(sample, None)
-
-    def forget_batch(self, batch: Batch) -> None:
-        self._ranking.pop(batch, None)
+        if group.batch.unemitted == 1:
+            self._ranking.pop(group.batch, None)
 
     def home(self, sample: Sample) -> str | None:
         """Returns the replica to which a sample has moved; None if it has not, or once that replica has left."""

@@ -362,16 +362,12 @@ class RolloutCore:
 
         Its replica may be available again meanwhile; the sample still waits for the new one.
         """
-        group = sample.group
-        if (home := self.outliers.home(sample)) is not None:
-            sample.home = home
-            self._put(sample)
-            return
-        if group.home is not None and (group in self._unassigned or not self.replicas.stays(group.home)):
+        group, home = sample.group, self.outliers.home(sample) or sample.group.home
+        if home is not None and home == group.home and (group in self._unassigned or not self.replicas.stays(home)):
             self._unassigned.add((group,))
             return
-        if group.home is not None or (sample.home is not None and not self.replicas.stays(sample.home)):
-            sample.home = group.home
+        if home is not None or (sample.home is not None and not self.replicas.stays(sample.home)):
+            sample.home = home
         self._put(sample)
 
     def _join(self, sample: Sample) -> None:
@@ -443,7 +439,6 @@ class RolloutCore:
         self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
         self._waiting.forget(group)
         self._lanes.forget(group)
-        self.outliers.forget(group)
         self._unassigned.discard(group)
         self._buffer.forget(group)
         self._forget_if_over(group.batch)
@@ -459,7 +454,6 @@ class RolloutCore:
         if not (batch.unemitted or batch.is_open) and self._buffer.batches.pop(batch.batch_id, None) is not None:
             self._waiting.forget_batch(batch)
             self._lanes.forget_batch(batch)
-            self.outliers.forget_batch(batch)
             self._lengths.remember((*batch.known_lengths, *(group.known_lengths() for group in batch.groups.values())))
 
     # ---- queries of a shell -----------------------------------------------------------------------

@@ -32,6 +32,7 @@ class UnassignedGroups:
     def discard(self, group: Group) -> None:
         """Forgets a group that has ended, if it is here."""
         self._groups.pop(group, None)
+        self._outliers.forget(group)
 
     def bind(self) -> list[Sample]:
         """Binds every group to a ready replica, if the ordering binds groups.
