@@ -17,25 +17,23 @@ SAMPLES = 10
 
 
 class Story:
-    """Two ranking groups of one prompt each, of 10 samples whose history is 20 and 50 tokens, on two replicas.
+    """Ranking groups of one prompt each, of 10 samples, by the tokens of their history; as many replicas.
 
     `starts`: the last chunk of each sample.
     """
 
-    def __init__(self, kv_on_update: str = "fresh", **knobs):
+    def __init__(self, kv_on_update: str = "fresh", kinds: tuple = (("short", 20), ("long", 50)), **knobs):
+        self.kinds = kinds
         whole = {"type": "fixed", "chunk_tokens": None}
         policies = Policies(ordering=HistoPipe(two_tier=False, **knobs), chunking=whole, kv_on_update=kv_on_update)
         self.core = RolloutCore(policies)
         self.now, self.starts = 0.0, {}
-        for name in ("r0", "r1"):
-            self.core.observe(join(name, 10_000, max_running=64))
+        for number in range(len(kinds)):
+            self.core.observe(join(f"r{number}", 10_000, max_running=64))
         self.submit(1)
 
     def submit(self, step: int) -> None:
-        groups = tuple(
-            ev.GroupSpec(f"{kind}{step}", 10, SAMPLES, 200, ((length,) * 3,))
-            for kind, length in (("short", 20), ("long", 50))
-        )
+        groups = tuple(ev.GroupSpec(f"{kind}{step}", 10, SAMPLES, 200, ((length,) * 3,)) for kind, length in self.kinds)
         self.core.observe(ev.SamplesSubmitted(self.now, f"step-{step}", groups, priority=-step, step=step))
         self.look()
 
@@ -76,8 +74,16 @@ def test_a_short_group_s_outlier_moves_to_a_replica_at_work_on_a_longer_one_and_
     again = story.stop("short1#9", 61)
     assert again.start == 61 and again.replica_id == story.starts["long1#0"].replica_id != home
     assert story.core.outliers.moves == {"within": 1, "next": 0}
-    story.stream("short1#9", 100)
-    assert story.aborted() == [], "it moves once"
+
+
+def test_an_outlier_moves_once_though_another_longer_group_is_at_work():
+    story = Story(kinds=(("short", 20), ("middle", 30), ("long", 50)), migrate=True)
+    story.end("short1", 9)
+    story.stream("short1#9", 60)
+    assert story.aborted()
+    story.stop("short1#9", 61)
+    story.stream("short1#9", 30)
+    assert story.aborted() == [] and story.core.outliers.moves == {"within": 1, "next": 0}
 
 
 @pytest.mark.parametrize(("tokens", "moves"), [(22, False), (23, True)])
