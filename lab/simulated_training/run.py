@@ -77,7 +77,7 @@ def train_run(
 ) -> dict:
     """Returns the figures of one training; `how` as of `host_of`.
 
-    step_s: from one publication of weights to the next, mean after WARM_UP steps. Shares of that time: `rollout` some
+    step_s: from one publication of weights to the next, mean after WARM_UP steps. total_s: of all steps. Shares of that time: `rollout` some
     replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. idle_share: of
     all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of GPUs that roll out.
     staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples, those with tokens of
@@ -109,6 +109,7 @@ def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figur
     tokens = sum(counts.values())
     return {
         "step_s": span_s / (steps - warm),
+        "total_s": end_s,
         "tokens_s": sum(count for (step, _), count in counts.items() if step >= warm) / span_s,
         "rollout_share": covered_s(generated, begin_s, end_s) / span_s,
         "train_share": trained_s / span_s,
