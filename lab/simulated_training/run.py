@@ -77,12 +77,13 @@ def train_run(
 ) -> dict:
     """Returns the figures of one training; `how` as of `host_of`.
 
-    step_s: from one publication of weights to the next, mean after WARM_UP steps. total_s: of all steps. Shares of that time: `rollout` some
-    replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. idle_share: of
-    all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of GPUs that roll out.
-    staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples, those with tokens of
-    several versions. tail_s: from 90 % of a step's samples ended to the last, mean. migrated_share: of samples, those
-    that left their ranking group; other_step_share: of groups, those trained on in another step than they came with.
+    step_s: from one publication of weights to the next, mean after WARM_UP steps. Shares of that time: `rollout` some
+    replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. total_s: of all
+    steps. idle_share: of all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of
+    GPUs that roll out. staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples,
+    those with tokens of several versions. tail_s: from 90 % of a step's samples ended to the last, mean.
+    migrated_share: of samples, those that left their ranking group; other_step_share: of groups, those trained on in
+    another step than they came with.
     """
     figures = figures or TrainingFigures()
     host = host_of(scenario, mode, seed, steps, figures, **how)
