@@ -358,9 +358,8 @@ class RolloutCore:
             self._queue(sample)
 
     def _queue(self, sample: Sample) -> None:
-        """Queues a waiting sample. A group whose replica has left is bound again, with all its waiting samples.
-
-        Its replica may be available again meanwhile; the sample still waits for the new one.
+        """Queues a waiting sample. A group whose replica has left is bound again, with all its waiting samples: they
+        wait for the new one, though the old one may be available again.
         """
         group, home = sample.group, self.outliers.home(sample) or sample.group.home
         if home is not None and home == group.home and (group in self._unassigned or not self.replicas.stays(home)):
