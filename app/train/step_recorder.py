@@ -71,6 +71,7 @@ class StepRecorder(TrainerCallback):
     def _row(self, step: int, logs: dict) -> LedgerRow:
         rewarded, mismatch = self._rewards.take(), self._trainer.mismatch
         samples = [sample for place in sorted(rewarded.groups) for sample in rewarded.groups[place].samples]
+        ended = [self._feed.ended_at[place] for place, of in sorted(rewarded.groups.items()) for _ in of.samples]
         up, idle, given_back = self._replica_s
         mean, spread = moments(rewarded)
         return LedgerRow(
@@ -87,7 +88,7 @@ class StepRecorder(TrainerCallback):
             groups_without_gradient=self._trainer.groups_without_gradient,
             loss=logs["loss"],
             grad_norm=logs["grad_norm"],
-            staleness=staleness(self._sent, step - 1, samples),
+            staleness=staleness(self._sent, step - 1, samples, ended),
             logprob_kl=mismatch.kl,
             logprob_difference_max=mismatch.greatest,
             drafted_tokens=sum(sample.drafted_tokens for sample in samples),

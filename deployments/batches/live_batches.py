@@ -128,12 +128,14 @@ class LiveBatches:
         """Returns the ids, in the core, of a delivery's submissions."""
         return [batch.core_id for batch in self._batches.values() if batch.delivery is delivery]
 
-    def end(self, action: EndSample) -> None:
+    def end(self, action: EndSample, version: int) -> int:
+        """Ends a sample. Returns the versions by which its tokens are older than `version`, summed over tokens."""
         batch = self._home.pop(action.sample_id)
         sample = batch.end(action, self._now())
         batch.answer(action.sample_id, self._prompts)
         if self._context is not None and action.end in (SampleEnd.STOP, SampleEnd.LENGTH):
             self._context.finish(sample.group.ref, batch.message.step, [sample.answer()])
+        return sample.updates(version)
 
     def end_turn(self, action: EndTurn) -> None:
         batch = self._home[action.sample_id]

@@ -136,6 +136,10 @@ class SampleRecord:
             self.grown()
         return last is not None and last.replica_id != replica_id
 
+    def updates(self, version: int) -> int:
+        """Returns by how many versions its tokens are older than `version`, summed over tokens."""
+        return sum((version - one.weights_version) * (one.end - one.start) for one in self.segments)
+
     def join(self) -> None:
         """Concatenates the columns of all parts, once the sample has ended: a few tenths of a millisecond for 32,000
         tokens. The end of a group, when all samples are delivered at once, then copies nothing.

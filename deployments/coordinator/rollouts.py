@@ -371,7 +371,7 @@ class Rollouts:
                 case ac.EndTurn():
                     self.batches.end_turn(action)
                 case ac.EndSample():
-                    self.batches.end(action)
+                    self.totals.updates += self.batches.end(action, self.core.replicas.weights_version)
                     self.totals.sample_ended(action.end)
                 case ac.EmitGroup():
                     if (over := self.batches.emit(action)) is not None:

@@ -95,6 +95,7 @@ def end_rows(totals: EndTotals) -> dict[Metric, Rows]:
         of.SAMPLES_ENDED: of.SAMPLES_ENDED.counted(totals.samples),
         of.BATCH_SECONDS: of.BATCH_SECONDS.counted(totals.batch_s),
         of.TOKENS: {(): totals.tokens},
+        of.TOKEN_UPDATES: {(): totals.updates},
         of.CHUNKS: of.CHUNKS.counted(totals.chunks),
         of.CHUNK_SECONDS: {(phase,): seconds for phase, seconds in totals.chunk_s.items()},
         of.MOVES: of.MOVES.counted(totals.moves),

@@ -61,6 +61,11 @@ BATCH_QUIET = Metric(
 BLOCKED = Metric("tailrace_blocked", "gauge", "1: batches are in flight, and no replica can run a chunk")
 HELD_BYTES = Metric("tailrace_result_held_bytes", "gauge", "Finished groups that their drivers have not taken")
 TOKENS = Metric("tailrace_tokens", "counter", "Tokens that have become part of a sample")
+TOKEN_UPDATES = Metric(
+    "tailrace_token_updates",
+    "counter",
+    "Sum over tokens of the versions that came between them and their sample's end: staleness in flight",
+)
 ENGINE_TOKENS = Metric("tailrace_engine_tokens", "counter", "Tokens that engines have made, copies and lost included")
 VERIFICATIONS = Metric("tailrace_verifications", "counter", "Steps that made tokens of a sample, summed over samples")
 DRAFT_TOKENS = Metric(
@@ -117,10 +122,10 @@ WEIGHTS_SECONDS = Metric(
 COORDINATOR_SECONDS = Metric("tailrace_coordinator_seconds", "gauge", "Seconds since this coordinator began")
 
 COORDINATOR = (
-    SAMPLES, SAMPLES_ENDED, QUEUE, BATCHES, BATCH_SECONDS, BATCH_QUIET, BLOCKED, HELD_BYTES, TOKENS, ENGINE_TOKENS,
-    VERIFICATIONS, DRAFT_TOKENS, CHUNKS, CHUNK_SECONDS, STEP_SECONDS, PREEMPTIONS, MOVES, CONTEXT_TOKENS, POOL_BYTES,
-    POOL_FAILURES, POOL_USED, POOL_CAPACITY, POOL_UP, REPLICAS, REPLICAS_WANTED, REPLICA_SECONDS, FAULTS_SEEN,
-    WEIGHTS_VERSION, WEIGHTS_SECONDS, COORDINATOR_SECONDS,
+    SAMPLES, SAMPLES_ENDED, QUEUE, BATCHES, BATCH_SECONDS, BATCH_QUIET, BLOCKED, HELD_BYTES, TOKENS, TOKEN_UPDATES,
+    ENGINE_TOKENS, VERIFICATIONS, DRAFT_TOKENS, CHUNKS, CHUNK_SECONDS, STEP_SECONDS, PREEMPTIONS, MOVES, CONTEXT_TOKENS,
+    POOL_BYTES, POOL_FAILURES, POOL_USED, POOL_CAPACITY, POOL_UP, REPLICAS, REPLICAS_WANTED, REPLICA_SECONDS,
+    FAULTS_SEEN, WEIGHTS_VERSION, WEIGHTS_SECONDS, COORDINATOR_SECONDS,
 )  # fmt: skip
 """Metrics of the whole service, read by the coordinator."""
 

@@ -24,6 +24,7 @@ class EndTotals:
 
     def __init__(self):
         self.tokens = 0
+        self.updates = 0  # of ended samples, see `SampleRecord.updates`
         self.samples: Counter[str] = Counter()
         self.chunks: Counter[str] = Counter()
         self._came: list[tuple[ChunkEnd, float, float, float]] = []  # ends of chunks, until `settle`

@@ -8,7 +8,7 @@ import click
 
 from tailrace.app.errors import BadInput
 
-DEFAULT_MODES = "verl_no_old_pass,verl_apart,sync,overlap,one_step_off,bounded,histopipe"
+DEFAULT_MODES = "verl_no_old_pass,verl_apart,sync,overlap,one_step_off,finish,bounded,histopipe"
 
 
 @click.command()
@@ -23,10 +23,15 @@ DEFAULT_MODES = "verl_no_old_pass,verl_apart,sync,overlap,one_step_off,bounded,h
               help="KV of samples that continue through an update.")  # fmt: skip
 @click.option("--train-share", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=None,
               help="Of the GPUs, where training has its own.  [default: 0.5]")  # fmt: skip
+@click.option("--ranking-groups", type=click.IntRange(min=1), default=None,
+              help="Of histopipe, up to half of its replicas.  [default: 16]")  # fmt: skip
 @click.option("--check", is_flag=True, help="Verify the laws at every event.")
 @click.option("--list", "listing", is_flag=True, help="List the modes, and the assumptions.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(workload, modes, steps, seeds, scale, max_staleness, kv_on_update, train_share, check, listing, as_json):
+def command(
+    workload, modes, steps, seeds, scale, max_staleness, kv_on_update, train_share, ranking_groups, check, listing,
+    as_json,
+):  # fmt: skip
     """Train for some steps on a modelled cluster, in several modes, on the same number of GPUs.
 
     Ratios are verl's seconds of a whole step over the mode's, seed by seed: [mean, min, max]. verl has static groups,
@@ -39,8 +44,9 @@ def command(workload, modes, steps, seeds, scale, max_staleness, kv_on_update, t
     from tailrace.lab.simulator.scenario import Known, load_scenario
 
     figures = TrainingFigures()
-    if train_share is not None:
-        figures = figures.model_copy(update={"train_share": Known(value=train_share, assumed="given by --train-share")})
+    given = {"train_share": train_share, "ranking_groups": ranking_groups}
+    given = {key: Known(value=value, assumed="given") for key, value in given.items() if value is not None}
+    figures = figures.model_copy(update=given)
     try:
         scenario = load_scenario(workload).whole()
     except ValueError as error:

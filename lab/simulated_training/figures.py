@@ -45,6 +45,9 @@ class TrainingFigures(ScenarioModel):
         source="of the GPUs where training has its own: verl's fully asynchronous recipe has 64 of 128; RhymeRL 7 has "
         "128 GPUs in all, and does not say how they are divided",
     )
+    ranking_groups: Known[int] = Known(
+        value=16, source="RhymeRL 7.2.3, for mathematics; no more than half of the replicas, where it has more"
+    )
     epoch_steps: Known[int] = Known(
         value=16, assumed="steps until a prompt comes again: RhymeRL 7 has 8 K prompts, at 512 a step"
     )

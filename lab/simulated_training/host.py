@@ -2,15 +2,18 @@
 
 Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them: at once, or
 with `kv_on_update: finish` when the core lets it go. With `own_update` the core knows one version: a replica keeps its
-own weights for samples in flight, holds samples of a later step until it runs nothing, and loads. Invariants: no token
-of step t was made by weights that lack more than `ahead` updates, and none by later ones. Called by `run`.
+own weights for samples in flight, holds samples of a later step until it runs nothing, and loads. With `puts_off` the
+group of an outlier that the core moves to the next step is trained there. Invariants: no token of step t was made by
+weights that lack more than `ahead` updates, one more if put off, and none by later ones. Called by `run`.
 """
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import groupby
 
 from tailrace.lab.simulated_training.busy_times import BusyTimes
 from tailrace.lab.simulated_training.figures import StepCosts
+from tailrace.lab.simulated_training.group_learner import GroupLearner
 from tailrace.lab.simulated_training.learner import Learner, trained_tokens
 from tailrace.lab.simulated_training.modes import TrainingMode
 from tailrace.lab.simulator.chunks import SimulatedChunk
@@ -25,7 +28,7 @@ from tailrace.policies.protocol import events as ev
 
 class TrainingHost(SimulatedHost):
     """`train_gpus`: number of GPUs that train, while they do. The record: `published_s` (when the weights of each step
-    were made), `rolled_s` (when its last sample ended), `made` and `busy`.
+    were made), `rolled_s` (when its last sample ended), `versions_of` and `busy`.
     """
 
     overlaps = True
@@ -46,7 +49,11 @@ class TrainingHost(SimulatedHost):
             progress=progress,
         )
         piece = costs.piece_tokens * train_gpus if mode.streams else None
-        self._learner = Learner(workload.steps, costs.reward_sample_s, piece, mode.late)
+        self._learner = (
+            GroupLearner(workload.steps, costs.reward_sample_s, piece, mode.ahead)
+            if mode.by_groups
+            else Learner(workload.steps, costs.reward_sample_s, piece, mode.late)
+        )
         self._mode, self._costs, self._train_gpus = mode, costs, train_gpus
         self._training, self._version, self._finishes = False, 0, finishes(policies.kv_on_update)
         self._holds = [0] * len(fleet.replicas)  # versions that replicas hold or load
@@ -56,8 +63,6 @@ class TrainingHost(SimulatedHost):
         self._versions: dict[str, int] = {}  # versions of the weights that make a running chunk
         self._groups: dict[str, tuple[int, WorkloadGroup]] = {}
         self.published_s: list[float] = []
-        self.rolled_s = [0.0] * len(workload.steps)
-        self.made: Counter[tuple[int, int]] = Counter()  # tokens by step and weights version
         self.versions_of: dict[tuple[int, str], list[tuple[int, int]]] = {}  # (version, tokens) of each sample, in turn
         self.busy = BusyTimes(len(fleet.replicas))
 
@@ -67,6 +72,8 @@ class TrainingHost(SimulatedHost):
         self._submit_allowed()
 
     def _acted(self) -> None:
+        if self._mode.puts_off:
+            self._put_off_outliers()
         if self._mode.own_update:
             for replica in self._fleet.replicas:
                 self._load_if_idle(replica)
@@ -78,19 +85,77 @@ class TrainingHost(SimulatedHost):
 
     def _submit_allowed(self) -> None:
         """Submits steps within the capacity: at most `ahead` updates before the one after which they are trained on."""
+        if self._mode.by_groups:
+            self._submit_groups()
+            return
         while self._step + 1 < min(len(self._workload.steps), self._version + self._mode.ahead + 1):
             if self._mode.rounds and not self._round_over():
                 return
             self._submit()
             self._groups |= {group.group_id: (self._step, group) for group in self._workload.steps[self._step]}
 
+    def _submit_groups(self) -> None:
+        """Submits the groups that may begin, one by one; a step's first ones open its batch, and its last ones close
+        it.
+        """
+        for step, groups in groupby(self._learner.admitted(), key=lambda pair: pair[0]):
+            added = [group for _, group in groups]
+            self._groups |= {group.group_id: (step, group) for group in added}
+            if step != self._step:
+                self._begin_step()
+            is_last = added[-1] is self._workload.steps[step][-1]
+            self._submit_specs(added, is_open=not is_last)
+
     def _round_over(self) -> bool:
         """Returns whether all submitted samples have ended, and all but the last step is trained on."""
         return not self._samples and self._learner.version >= self._step
 
+    def _put_off_outliers(self) -> None:
+        """Counts the groups of outliers that have moved on to the next step, once each."""
+        for sample, where in self._core.outliers.moved.items():
+            group_id = sample.group.spec.group_id
+            step, group = self._groups.get(group_id, (None, None))
+            if where == "next" and group is not None and step == sample.group.batch.step:
+                self._groups[group_id] = step + 1, group
+                self._learner.put_off(step, group)
+                self._train()
+
+    def trained_in(self, step: int, sample_id: str) -> int:
+        """Returns the step in which a sample is trained on that came with `step`."""
+        return self._learner.trained_in.get((step, sample_id.rpartition("#")[0]), step)
+
+    @property
+    def made(self) -> Counter[tuple[int, int]]:
+        """Tokens by the step in which they are trained on, and by weights version."""
+        found = Counter()
+        for (step, sample_id), pieces in self.versions_of.items():
+            for version, tokens in pieces:
+                found[self.trained_in(step, sample_id), version] += tokens
+        return found
+
+    @property
+    def rolled_s(self) -> list[float]:
+        """Seconds at which the last sample of each step ended."""
+        return [seconds[-1] for seconds in self.ends_s()]
+
+    def ends_s(self) -> list[list[float]]:
+        """Returns the seconds at which samples ended, sorted, by the step in which they are trained on."""
+        found = [[] for _ in self._workload.steps]
+        for one in self._ended:
+            found[self.trained_in(one.step, one.sample_id)].append(one.ended_s)
+        return [sorted(seconds) for seconds in found]
+
+    def moved_share(self) -> float:
+        """Returns the share of samples that left their ranking group."""
+        return sum(self._core.outliers.moves.values()) / self._total
+
+    def other_step_share(self) -> float:
+        """Returns the share of groups that were trained on in another step than they came with."""
+        other = sum(step != came for (came, _), step in self._learner.trained_in.items())
+        return other / sum(map(len, self._workload.steps))
+
     def _group_ended(self, group_id: str) -> None:
         step, group = self._groups.pop(group_id)
-        self.rolled_s[step] = self._now
         for at_s, scored in self._learner.ended(step, group, self._now):
             self._at(at_s, self._scored, (step, scored.group_id))
         if self._mode.rounds and not self._learner.steps[step].unended:
@@ -98,7 +163,7 @@ class TrainingHost(SimulatedHost):
 
     def _scored(self, scored: tuple[int, str]) -> None:
         step, group_id = scored
-        self._learner.steps[step].scored.add(group_id)
+        self._learner.scored(step, group_id)
         self._train()
 
     # ---- training ----------------------------------------------------------------------------------------
@@ -115,6 +180,8 @@ class TrainingHost(SimulatedHost):
             self._training = True
             self.busy.trains(begin_s, begin_s + seconds)
             self._at(begin_s + seconds, self._trained, piece)
+            if self._mode.by_groups:
+                self._submit_groups()
 
     def _trained(self, piece: list[WorkloadGroup]) -> None:
         self._training = False
@@ -183,6 +250,8 @@ class TrainingHost(SimulatedHost):
         if self._mode.own_update and (self._loading[index] or self._holds[index] < step - self._mode.ahead):
             self._held[index].append((chunk, min_pull_tokens))
             return
+        if self._mode.own_update:
+            chunk.stored = 0  # KV of a sample that moves is computed again: its weights may be others
         self._sent[index] += 1
         self._versions[chunk.chunk_id] = self._holds[index] if self._mode.own_update else chunk.weights_version
         super()._send(chunk, min_pull_tokens, touched)
@@ -200,5 +269,4 @@ class TrainingHost(SimulatedHost):
     def _took(self, chunk: SimulatedChunk) -> None:
         sample, version = chunk.sample, self._versions.pop(chunk.chunk_id)
         step = sample.progress.step
-        self.made[step, version] += int(chunk.made)
         self.versions_of.setdefault((step, sample.sample_id), []).append((version, int(chunk.made)))

@@ -33,6 +33,7 @@ class Learner:
         self._reward_sample_s, self._piece_tokens, self._late = reward_sample_s, piece_tokens, late
         self._scorers_free_s = 0.0
         self.version = 0  # steps trained on
+        self.trained_in: dict[tuple[int, str], int] = {}  # by the step that a group came with, and its id
 
     def ended(self, step: int, group: WorkloadGroup, now: float) -> list[tuple[float, WorkloadGroup]]:
         """Returns groups whose rewards begin now that this one has ended, each with the time at which it is scored."""
@@ -45,6 +46,19 @@ class Learner:
             self._scorers_free_s = max(self._scorers_free_s, now) + len(each.lengths) * self._reward_sample_s
             found.append((self._scorers_free_s, each))
         return found
+
+    def put_off(self, step: int, group: WorkloadGroup) -> None:
+        """Counts an unended group to the next step: it is trained on last there."""
+        before, after = self.steps[step], self.steps[step + 1]
+        self.trained_in[step, group.group_id] = step + 1
+        before.order.remove(group)
+        before.unended -= 1
+        after.order.append(group)
+        after.unended += 1
+
+    def scored(self, step: int, group_id: str) -> None:
+        """Records that a group has its rewards."""
+        self.steps[step].scored.add(group_id)
 
     def next_piece(self) -> list[WorkloadGroup]:
         """Returns the groups of the step's next piece; empty while too few are scored."""

@@ -14,6 +14,7 @@ HISTO_PIPE = System(
     STATIC | {"ordering": "histo_pipe", "drafting": "goodput"},
     admission=False,
 )
+MIGRATING = replace(HISTO_PIPE, policies=HISTO_PIPE.policies | {"ordering": {"type": "histo_pipe", "migrate": True}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class TrainingMode:
     in a fixed order. `rounds`: rollout and training begin together and wait for each other. `in_flight`: samples
     continue through updates. `own_update`: each replica loads weights by itself, between two of its steps. `late`:
     rewards begin once the rollout has ended. `old_logprobs`: the trainer computes them again. `by_length`: a step's
-    prompts had answers of like length an epoch ago."""
+    prompts had answers of like length an epoch ago. `puts_off`: outliers that move to the next step are trained there.
+    `by_groups`: groups are admitted one by one and trained on as they end, within `ahead` updates."""
 
     about: str
     system: System
@@ -35,6 +37,8 @@ class TrainingMode:
     late: bool = False
     old_logprobs: bool = False
     by_length: bool = False
+    puts_off: bool = False
+    by_groups: bool = False
 
 
 TAILRACE, VERL = SYSTEMS["tailrace"], SYSTEMS["verl"]
@@ -66,6 +70,10 @@ MODES = {
         "samples continue through updates; admission by capacity", TAILRACE, True,
         ahead=2, streams=True, in_flight=True,
     ),
+    "bounded_groups": TrainingMode(
+        "as bounded; groups are admitted one by one, and a step is trained on those that end", TAILRACE, True,
+        ahead=2, streams=True, in_flight=True, by_groups=True,
+    ),
     "finish": TrainingMode(
         "as one_step_off without its wait: samples end under their weights, each replica updates once it has none",
         FINISH, True, ahead=1, streams=True,
@@ -73,6 +81,10 @@ MODES = {
     "histopipe": TrainingMode(
         "RhymeRL's: replicas update by themselves between steps, ranking groups take turns", HISTO_PIPE, True,
         ahead=1, own_update=True,
+    ),
+    "histopipe_migrating": TrainingMode(
+        "as histopipe; outliers move within their step or to the next (RhymeRL 6.3)", MIGRATING, True,
+        ahead=1, own_update=True, puts_off=True,
     ),
 }  # fmt: skip
 BASELINE = "verl"

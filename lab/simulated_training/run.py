@@ -26,11 +26,6 @@ from tailrace.policies.families.registry import Policies
 WARM_UP = 2
 """Number of first steps that are not counted: rollout and training have not met yet."""
 
-RANKING_GROUPS = 16
-"""Number of ranking groups for mathematics (RhymeRL 7.2.3), on twice as many replicas or more; fewer on fewer
-replicas.
-"""
-
 
 def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> tuple[int, int]:
     """Returns the GPUs that roll out, in whole replicas, and the GPUs that train."""
@@ -59,7 +54,7 @@ def host_of(
         policies = policies.model_copy(update={"kv_on_update": Policies(kv_on_update=kv_on_update).kv_on_update})
     if isinstance(policies.ordering, HistoPipe):
         train_s = sum(map(trained_tokens, workload.steps[0])) * costs.token_gpu_s / train_gpus
-        knobs = {"ranking_groups": min(RANKING_GROUPS, max(replicas // 2, 1)), "train_s": train_s}
+        knobs = {"ranking_groups": min(figures.ranking_groups.value, max(replicas // 2, 1)), "train_s": train_s}
         policies = policies.model_copy(update={"ordering": policies.ordering.model_copy(update=knobs)})
     sees = None
     if policies.drafting.max_draft_tokens:
@@ -83,10 +78,12 @@ def train_run(
     """Returns the figures of one training; `how` as of `host_of`.
 
     step_s: from one publication of weights to the next, mean after WARM_UP steps. Shares of that time: `rollout` some
-    replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. idle_share: of
-    all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of GPUs that roll out.
-    staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples, those with tokens of
-    several versions.
+    replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. total_s: of all
+    steps. idle_share: of all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of
+    GPUs that roll out. staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples,
+    those with tokens of several versions. tail_s: from 90 % of a step's samples ended to the last, mean.
+    migrated_share: of samples, those that left their ranking group; other_step_share: of groups, those trained on in
+    another step than they came with.
     """
     figures = figures or TrainingFigures()
     host = host_of(scenario, mode, seed, steps, figures, **how)
@@ -108,20 +105,25 @@ def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figur
     trained_s = covered_s(busy.training, begin_s, end_s)
     generated, loaded = list(chain(*busy.generating)), list(chain(*busy.loading))
     total = rollout_gpus + train_gpus if mode.apart else train_gpus
-    stale = {key: max(0, key[0] - key[1]) for key in host.made}
-    tokens = sum(host.made.values())
+    counts, ends = host.made, host.ends_s()
+    stale = {key: max(0, key[0] - key[1]) for key in counts}
+    tokens = sum(counts.values())
     return {
         "step_s": span_s / (steps - warm),
-        "tokens_s": sum(count for (step, _), count in host.made.items() if step >= warm) / span_s,
+        "total_s": end_s,
+        "tokens_s": sum(count for (step, _), count in counts.items() if step >= warm) / span_s,
         "rollout_share": covered_s(generated, begin_s, end_s) / span_s,
         "train_share": trained_s / span_s,
         "weights_share": covered_s(loaded, begin_s, end_s) / span_s,
         "waiting_share": 1 - covered_s([*generated, *loaded, *busy.training], begin_s, end_s) / span_s,
         "idle_share": 1 - (each * sum(used) + train_gpus * trained_s) / (total * span_s),
         "rollout_idle_share": 1 - sum(used) / (len(used) * span_s) - (0.0 if mode.apart else trained_s / span_s),
-        "staleness_mean": sum(stale[key] * count for key, count in host.made.items()) / tokens,
+        "staleness_mean": sum(stale[key] * count for key, count in counts.items()) / tokens,
         "staleness_max": max(stale.values()),
         "mixed_share": sum(map(_is_mixed, host.versions_of.values())) / len(host.versions_of),
+        "tail_s": sum(one[-1] - one[len(one) * 9 // 10] for one in ends[warm:]) / (steps - warm),
+        "migrated_share": host.moved_share(),
+        "other_step_share": host.other_step_share(),
         "rollout_gpus": rollout_gpus,
         "train_gpus": train_gpus,
     }

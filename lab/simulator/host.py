@@ -3,12 +3,12 @@ jumps.
 
 One turn reads observe, decide, act, as `deployments.coordinator.rollouts` does. Events of one instant are all observed
 before the core decides once. Invariant: the core gets no more than in the service (law 3), and a run is a function of
-its arguments. Tokens are streamed once a tick, if lanes read them. Not modelled: where in the pool KV lies (one speed
-for all of it), and a pool that runs full. A step is submitted once no sample of the last one runs, beaten copies
-included. Called by `tailrace simulate` by way of `simulate`.
+its arguments. Tokens are streamed once a tick, if lanes or outliers read them. Not modelled: where in the pool KV lies
+(one speed for all of it), and a pool that runs full. A step is submitted once no sample of the last one runs, beaten
+copies included. Called by `tailrace simulate` by way of `simulate`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
@@ -19,7 +19,7 @@ from tailrace.lab.simulator.fleet import ModelledFleet
 from tailrace.lab.simulator.occupancy_series import OccupancySeries
 from tailrace.lab.simulator.replica import ModelledReplica
 from tailrace.lab.simulator.speculation import AcceptanceSource, Speculation, by_policy
-from tailrace.lab.simulator.types import TURN_MARK, Cluster, Ended, Moment, SimulatedRun, Span, Workload
+from tailrace.lab.simulator.types import TURN_MARK, Cluster, Ended, Moment, SimulatedRun, Span, Workload, WorkloadGroup
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
@@ -135,8 +135,8 @@ class SimulatedHost:
         self._ended: list[Ended] = []
         self._moments = OccupancySeries(self._moment)
         self._checks = Checks(admission, overlaps=self.overlaps) if check else None
-        self._looks = elastic is not None or policies.racing.room > 0 or policies.lanes.on
-        self._streams = policies.lanes.on
+        self._streams = policies.lanes.on or self._core.outliers.on
+        self._looks = elastic is not None or policies.racing.room > 0 or self._streams
         self._ticks, self._ticked = False, False  # whether the next one is in the heap; whether one is due now
 
     # ---- the loop --------------------------------------------------------------------------------------
@@ -227,15 +227,21 @@ class SimulatedHost:
     # ---- steps and samples ---------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        """Submits the next step's groups, with their true lengths if all is revealed."""
+        """Submits the next step's groups."""
+        self._begin_step()
+        self._submit_specs(self._workload.steps[self._step])
+
+    def _begin_step(self) -> None:
         self._step += 1
         if not self._step:
             self._inbox += self._fleet.joins(range(len(self._fleet.replicas)), self._admission, self._now)
             seen = tuple((group.past_lengths, group.lengths) for group in self._workload.earlier)
             self._inbox += [ev.LengthsSeen(self._now, seen)] if seen and self._streams else []
-        groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
         check_step(self._workload, self._step, self._fleet.room_tokens())
-        added = []
+
+    def _submit_specs(self, groups: Sequence[WorkloadGroup], is_open: bool = False) -> None:
+        """Submits groups of the present step, with their true lengths if all is revealed. `is_open`: more come."""
+        max_tokens, added = self._workload.max_tokens, []
         for group in groups:
             progress = GroupProgress(group, self._step)
             added += [SimulatedSample(progress, index, self._now) for index in range(len(group.lengths))]
@@ -257,7 +263,7 @@ class SimulatedHost:
             for g in groups
         )
         requests = not self._holds and any(group.gaps for group in groups)
-        self._inbox.append(self._batch(tuple(specs), is_open=requests))
+        self._inbox.append(self._batch(tuple(specs), is_open=is_open or requests))
 
     def _batch(self, specs: tuple[ev.GroupSpec, ...], is_open: bool = False) -> ev.SamplesSubmitted:
         """Returns groups of the present step. `is_open`: more come."""

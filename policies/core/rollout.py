@@ -8,7 +8,7 @@ Laws kept here, each with a test:
 - The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
 `KvTracker` (pool), `LengthTracker`, `LanePlanner`, `TrajectoryBook`, `Failures`, `UnassignedGroups`, `HeldSamples`,
-`DraftPlanner`, `Races`, `Scaling`, `Drain`.
+`DraftPlanner`, `Races`, `Scaling`, `Drain`, `Outliers`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
@@ -22,6 +22,7 @@ from tailrace.policies.core.failures import Failures, Verdict
 from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.lane_planner import LanePlanner
 from tailrace.policies.core.length_tracker import LengthTracker
+from tailrace.policies.core.outliers import Outliers
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.races import Races
 from tailrace.policies.core.replica_table import ReplicaTable
@@ -91,7 +92,8 @@ class RolloutCore:
             draft_planner=self._draft_planner,
         )
         self._drain = Drain(policies.kv_on_update, self.replicas, self._waiting, self._running, self._buffer)
-        self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
+        self.outliers = Outliers(policies.ordering, self.replicas, self._running)
+        self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer, self.outliers)
         self._failures = Failures(self.replicas, self._running)
         self._trajectories = TrajectoryBook(policies.trajectories, self.replicas, self._kv)
         self._held = HeldSamples()
@@ -282,7 +284,7 @@ class RolloutCore:
         for sample in self._unassigned.bind():
             if not self._failures.is_paused(sample):
                 self._put(sample)
-        for sample in self._lanes.renew(now):
+        for sample in (*self._lanes.renew(now), *self.outliers.look(now)):
             self._requeue(sample)
         self._outbox += [self._dispatcher.start(*kept) for kept in self._drain.starts()]
         homes = self._start_bound()
@@ -356,16 +358,15 @@ class RolloutCore:
             self._queue(sample)
 
     def _queue(self, sample: Sample) -> None:
-        """Queues a waiting sample. A group whose replica has left is bound again, with all its waiting samples.
-
-        Its replica may be available again meanwhile; the sample still waits for the new one.
+        """Queues a waiting sample. A group whose replica has left is bound again, with all its waiting samples: they
+        wait for the new one, though the old one may be available again.
         """
-        group = sample.group
-        if group.home is not None and (group in self._unassigned or not self.replicas.stays(group.home)):
+        group, home = sample.group, self.outliers.home(sample) or sample.group.home
+        if home is not None and home == group.home and (group in self._unassigned or not self.replicas.stays(home)):
             self._unassigned.add((group,))
             return
-        if group.home is not None or (sample.home is not None and not self.replicas.stays(sample.home)):
-            sample.home = group.home
+        if home is not None or (sample.home is not None and not self.replicas.stays(sample.home)):
+            sample.home = home
         self._put(sample)
 
     def _join(self, sample: Sample) -> None:

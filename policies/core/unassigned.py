@@ -6,6 +6,7 @@ Invariant: a group is here at most once, and leaves when a replica is ready. Cal
 from collections.abc import Callable, Iterable
 from itertools import groupby
 
+from tailrace.policies.core.outliers import Outliers
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Group, RequestBuffer, Sample
 from tailrace.policies.core.sample_states import WAITING
@@ -15,8 +16,8 @@ from tailrace.policies.protocol.views import PromptView
 
 
 class UnassignedGroups:
-    def __init__(self, ordering: Ordering, table: ReplicaTable, buffer: RequestBuffer):
-        self._ordering, self._table, self._buffer = ordering, table, buffer
+    def __init__(self, ordering: Ordering, table: ReplicaTable, buffer: RequestBuffer, outliers: Outliers):
+        self._ordering, self._table, self._buffer, self._outliers = ordering, table, buffer, outliers
         self._groups: dict[Group, None] = {}  # an ordered set
 
     def __len__(self):
@@ -31,6 +32,7 @@ class UnassignedGroups:
     def discard(self, group: Group) -> None:
         """Forgets a group that has ended, if it is here."""
         self._groups.pop(group, None)
+        self._outliers.forget(group)
 
     def bind(self) -> list[Sample]:
         """Binds every group to a ready replica, if the ordering binds groups.
@@ -43,9 +45,10 @@ class UnassignedGroups:
         homes, found = self._homes(groups, ready), []
         for group in groups:
             group.home = checked_home(self._ordering, homes(group), ready)
-            for sample in (sample for sample in group.samples if sample.state is WAITING):
-                sample.home = group.home
-                found.append(sample)
+            for sample in group.samples:
+                if sample.state is WAITING and self._outliers.home(sample) is None:
+                    sample.home = group.home
+                    found.append(sample)
         return found
 
     def _homes(self, groups: Iterable[Group], ready: list[str]) -> Callable[[Group], str | None]:
@@ -62,6 +65,7 @@ class UnassignedGroups:
                 for spec in (group.spec for group in bound)
             ]
             found |= zip(bound, self._ordering.homes(views, batch.step, replicas), strict=True)
+            self._outliers.rank(batch, bound, views, replicas)
         return found.__getitem__
 
     def _bind(self, group: Group, ready: list[str]) -> str | None:

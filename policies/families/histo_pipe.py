@@ -2,27 +2,42 @@
 
 Prompts are ranked by the median length of their last epoch and cut into ranking groups. In odd steps the shortest group
 gets the first replicas, in even steps the last ones. In the second tier long groups get more replicas, so that the
-groups' times rise in a line (`tiers`). Not here: migration of outliers (6.3). Invariant: equal batches and replicas
-give equal homes; each ranking group has a replica or more. Called by `UnassignedGroups`.
+groups' times rise in a line (`tiers`). With `migrate` outliers leave their ranking group (`core.outliers`). Invariant:
+equal batches and replicas give equal homes; each ranking group has a replica or more. Called by `UnassignedGroups`.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from tailrace.policies.families.ordering import OneLane
+from tailrace.policies.models.outlier_rule import OutlierRule
 from tailrace.policies.models.tiers import plan_tiers
 from tailrace.policies.protocol.views import GroupView, PromptView, ReplicaView, SampleView
 
 
-class HistoPipe(OneLane):
-    """RhymeRL 6.2 and 6.4. Without history the batch is cut in the order given, as by `group_static`."""
+class RankedPrompts(NamedTuple):
+    """A ranking group. `places`: of its prompts in the batch. `limit_tokens`: longer answers are outliers; None: no
+    history.
+    """
 
+    places: tuple[int, ...]
+    replicas: tuple[str, ...]
+    limit_tokens: float | None
+
+
+class HistoPipe(OneLane, OutlierRule):
+    """RhymeRL 6.2 to 6.4. Without history the batch is cut in the order given, as by `group_static`."""
+
+    file_keys: ClassVar[tuple[str, ...]] = ("migrate",)
     type: Literal["histo_pipe"] = "histo_pipe"
+    migrate: bool = Field(
+        False, strict=True, description="outliers leave their ranking group: for a longer one, or for the next batch's"
+    )
     ranking_groups: int = Field(8, ge=1, description="with two_tier (published: 8 and 16); else one per replica")
     alternate: bool = Field(
         True, strict=True, description="odd steps give the first replicas the shortest prompts, even the last"
@@ -37,20 +52,33 @@ class HistoPipe(OneLane):
         """Returns the replica of each prompt's samples. `replicas`: all that are ready, in order of ids; one or
         more.
         """
-        count = len(replicas)
+        ranking = self.ranking(prompts, step, replicas)
+        if not ranking:
+            return [replicas[place * len(replicas) // len(prompts)].replica_id for place in range(len(prompts))]
+        homes = [""] * len(prompts)
+        for one in ranking:
+            for turn, place in enumerate(one.places):  # so that each replica gets short and long ones of the group
+                homes[place] = one.replicas[turn % len(one.replicas)]
+        return homes
+
+    def ranking(
+        self, prompts: Sequence[PromptView], step: int, replicas: Sequence[ReplicaView]
+    ) -> tuple[RankedPrompts, ...]:
+        """Returns the ranking groups, shortest first; none without history."""
         if not any(map(last_epoch, prompts)):
-            return [replicas[place * count // len(prompts)].replica_id for place in range(len(prompts))]
+            return ()
+        count = len(replicas)
         groups = even_runs(ranked(prompts), min(self.ranking_groups if self.two_tier else count, count, len(prompts)))
         shares = [len(run) for run in even_runs(range(count), len(groups))]
         if self.two_tier:
             times = [partial(group_s, [prompts[place] for place in group], replicas) for group in groups]
             shares = plan_tiers(times, [len(group) for group in groups], count, self.train_s)
-        order = replicas if step % 2 or not self.alternate else replicas[::-1]
-        homes = [""] * len(prompts)
-        for group, share, end in zip(groups, shares, accumulate(shares), strict=True):
-            for turn, place in enumerate(group):  # one by one, so that each gets short and long ones of the group
-                homes[place] = order[end - share + turn % share].replica_id
-        return homes
+        order = [one.replica_id for one in (replicas if step % 2 or not self.alternate else replicas[::-1])]
+        limits = self.limits([[prompts[place].past_lengths for place in group] for group in groups])
+        return tuple(
+            RankedPrompts(tuple(group), tuple(order[end - share : end]), limit)
+            for group, share, end, limit in zip(groups, shares, accumulate(shares), limits, strict=True)
+        )
 
 
 def last_epoch(prompt: PromptView) -> tuple[int, ...]:

@@ -118,5 +118,6 @@ def test_staleness_is_by_token(tmp_path):
         sample_index=0, token_ids=(1,) * 8, text="", logprobs=(0.0,) * 8, raw_logprobs=(0.0,) * 8,
         finish_reason="stop", segments=segments,
     )  # fmt: skip
-    assert staleness(rows, 5, [sample]) == Staleness(mean=0.5, max=2)
-    assert staleness(rows, 5, []) == Staleness(mean=0.0, max=0)
+    assert staleness(rows, 5, [sample], [5]) == Staleness(mean=0.5, max=2, in_flight=0.5)
+    assert staleness(rows, 5, [sample], [4]) == Staleness(mean=0.5, max=2, in_flight=0.25, in_queue=0.25)
+    assert staleness(rows, 5, [], []) == Staleness(mean=0.0, max=0)

@@ -290,6 +290,8 @@ def test_tokens_of_two_contents_are_two_segments():
     sample.append(2, part, "r", "w", "x")
     sample.append(4, part, "r", "w", "y")
     assert [(one.start, one.end, one.adapter_digest) for one in sample.segments] == [(0, 4, "x"), (4, 6, "y")]
+    assert sample.updates(sample.segments[0].weights_version) == 0
+    assert sample.updates(sample.segments[0].weights_version + 2) == 2 * 6, "of six tokens, two versions each"
 
 
 def logged(adapter: str) -> bytes:

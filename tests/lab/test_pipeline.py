@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.lab.research.histopipe.policy import HistoPipeline, Prompt, beta, in_order, rank
+from tailrace.lab.research.histopipe.policy import HistoPipeline, Prompt, in_order, rank
+from tailrace.policies.models.outlier_rule import beta
 from tailrace.policies.models.tiers import flattest, plan_tiers
 
 lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=3).map(tuple)
@@ -74,9 +75,9 @@ def test_a_prompt_without_history_ranks_in_the_middle():
 
 
 def test_outliers_are_past_the_groups_longest_answer_by_the_growth_of_the_last_epoch():
-    assert beta(known(8), 1.1) == pytest.approx(1.25)
-    assert beta([Prompt("p", ((30,),))], 1.1) == 1.1, "with one epoch there is no growth yet"
-    assert beta([Prompt(f"p{i}", ((10,), (20,))) for i in range(4)], 1.1) == 1.1
+    assert beta([prompt.past for prompt in known(8)], 1.1) == pytest.approx(1.25)
+    assert beta([((30,),)], 1.1) == 1.1, "with one epoch there is no growth yet"
+    assert beta([((10,), (20,))] * 4, 1.1) == 1.1
     groups = HistoPipeline(two_tier=False).assign(known(8), 4, 1, by_longest, 0.0)
     assert [group.outlier_tokens for group in groups] == pytest.approx([25, 50, 75, 100])
 

@@ -98,7 +98,7 @@ def test_answers_move_within_and_between_steps_never_in_the_first_epoch_nor_with
     moving, still, first = played(mode), played(mode, migrate=False), played(mode, steps=STEPS[:2])
     assert moving.moved_within + moving.moved_on > 0
     assert still.moved_within + still.moved_on == first.moved_within + first.moved_on == 0
-    assert moving.moved_within + moving.moved_on < 0.1 * len(moving.ended)
+    assert moving.moved_within + moving.moved_on < KNOBS.last_share * len(moving.ended)
 
 
 def test_the_same_steps_give_the_same_bytes_and_drafts_are_faster():

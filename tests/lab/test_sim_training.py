@@ -85,12 +85,13 @@ def test_rollouts_by_length_take_less_time_where_history_tells_lengths():
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_token_is_of_weights_within_the_bound_and_never_of_later_ones_than_its_step_s(name):
-    host, bound = ran(name), MODES[name].ahead
-    for (step, sample_id), pieces in host.versions_of.items():
+    host, bound = ran(name), MODES[name].ahead + MODES[name].puts_off
+    for (came, sample_id), pieces in host.versions_of.items():
+        step = host.trained_in(came, sample_id)
         versions = [version for version, _ in pieces]
         assert versions == sorted(versions), sample_id
         assert all(step - bound <= version <= step for version in versions)
-    if not MODES[name].in_flight:
+    if not (MODES[name].in_flight or MODES[name].puts_off):
         assert all(len({version for version, _ in pieces}) == 1 for pieces in host.versions_of.values())
 
 
@@ -99,6 +100,27 @@ def test_bounded_samples_continue_through_updates_and_keep_or_compute_their_kv(k
     host = ran("bounded", kv=kv)
     assert any(len({version for version, _ in pieces}) > 1 for pieces in host.versions_of.values())
     assert {step - version for step, version in host.made} <= {0, 1, 2}
+
+
+def test_in_bounded_groups_a_step_has_groups_of_several_and_samples_are_less_stale():
+    batches, groups = ran("bounded", steps=5), ran("bounded_groups", steps=5)
+    assert groups.other_step_share() > 0 == batches.other_step_share()
+    stale = [figures_of(host, small(), MODES["bounded"], FIGURES)["staleness_mean"] for host in (batches, groups)]
+    assert stale[1] < stale[0], "what would wait in a queue is begun later"
+    sizes = Counter(groups._learner.trained_in.values())
+    assert set(sizes.values()) == {small().prompts.value}
+
+
+def test_outliers_move_and_the_groups_of_those_that_leave_their_step_are_trained_on_in_the_next():
+    scenario = load_scenario("rhyme-14b-16k").whole().scaled(0.25)
+    changes = {"prompts": 16, "samples": 4}
+    few = scenario.model_copy(update={key: getattr(scenario, key).scaled(n, 0.1) for key, n in changes.items()})
+    host = host_of(few, mode("histopipe_migrating"), 0, 6, FIGURES, check=True)
+    host.run()
+    found = figures_of(host, few, mode("histopipe_migrating"), FIGURES)
+    assert 0 < found["migrated_share"] < 0.2 and found["staleness_max"] <= 2
+    assert found["other_step_share"] > 0
+    assert all(step - came == 1 for (came, _), step in host._learner.trained_in.items())
 
 
 def test_fresh_kv_computes_contexts_again_and_kept_kv_computes_fewer():

@@ -10,7 +10,8 @@ from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 class RunningStep:
     """Starts at once. `roll_out`: yields the groups of a batch; `on_group`: called with each, on the thread.
 
-    `cancel`: ends the batch with this id. An error of the thread is raised by the next call that waits.
+    `cancel`: ends the batch with this id. `updates`: returns the updates of the weights that the service has. An error
+    of the thread is raised by the next call that waits.
     """
 
     def __init__(
@@ -19,9 +20,11 @@ class RunningStep:
         roll_out: Callable[[RolloutBatch], Iterator[GroupResult]],
         on_group: Callable[[GroupResult], None],
         cancel: Callable[[str], object],
+        updates: Callable[[], int],
     ):
         self.batch = batch
-        self._roll_out, self._on_group, self._cancel = roll_out, on_group, cancel
+        self._roll_out, self._on_group, self._cancel, self._updates = roll_out, on_group, cancel, updates
+        self.ended_at: dict[int, int] = {}  # updates of the weights that the service had as each group ended, by place
         self._places = {group.prompt_id: place for place, group in enumerate(batch.groups)}
         self._groups: dict[int, GroupResult] = {}
         self._error: BaseException | None = None
@@ -73,6 +76,7 @@ class RunningStep:
                 check_answered(group)
                 self._on_group(group)
                 with self._changed:
+                    self.ended_at[self._places[group.prompt_id]] = self._updates()
                     self._groups[self._places[group.prompt_id]] = group
                     self._changed.notify_all()
         except BaseException as raised:  # noqa: BLE001 - the edge of the thread: raised again in the trainer's

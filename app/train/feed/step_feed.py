@@ -45,12 +45,15 @@ class StepFeed:
         self._steps, self._seed = steps, seed
         self._running: dict[int, RunningStep] = {}
         self._seconds: Counter[str] = Counter()
+        self._updates = 0  # of the weights that the service has
+        self.ended_at: dict[int, int] = {}  # of the step that has been trained last, as of `RunningStep`
 
     def begin(self, step: int) -> RunningStep:
         """Sends the trainer's weights, starts all that may start, and returns the step's samples."""
         if self._lookahead.drains:
             self.settle()
         self.send_weights()
+        self._updates = step
         for each in range(step, min(step + self._lookahead.ahead + 1, self._steps)):
             if each not in self._running:
                 self._running[each] = self._started(each)
@@ -72,7 +75,7 @@ class StepFeed:
 
     def end(self, step: int) -> None:
         """Removes a step that has been trained."""
-        del self._running[step]
+        self.ended_at = self._running.pop(step).ended_at
 
     def settle(self) -> None:
         """Waits until all samples that have started have ended."""
@@ -108,4 +111,4 @@ class StepFeed:
             priority=-step,
             weights_version=self._weights.version if self._lookahead.drains else None,
         )
-        return RunningStep(batch, self._roll_out, self._on_group, self._client.cancel_blocking)
+        return RunningStep(batch, self._roll_out, self._on_group, self._client.cancel_blocking, lambda: self._updates)

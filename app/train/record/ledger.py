@@ -18,11 +18,15 @@ class Seconds(BaseModel):
 
 
 class Staleness(BaseModel):
-    """Updates of the weights between a token and its use, over the tokens of a step."""
+    """Updates of the weights between a token and its use, over the tokens of a step. Of their mean, `in_flight` came
+    before the token's group had ended, `in_queue` after; both are 0 in ledgers that do not have them.
+    """
 
     model_config = ConfigDict(frozen=True)
     mean: float
     max: int
+    in_flight: float = 0.0
+    in_queue: float = 0.0
 
 
 class LedgerRow(BaseModel):

@@ -11,8 +11,10 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from tailrace.policies.families.histo_pipe import even_runs
+from tailrace.policies.models.outlier_rule import OutlierRule
 from tailrace.policies.models.tiers import plan_tiers
 
 
@@ -36,7 +38,7 @@ GroupTime = Callable[[Sequence[Prompt], int], float]
 """Expected seconds of a ranking group on so many workers: tau(l, dp), which the paper looks up in a profile."""
 
 
-class HistoPipeline(BaseModel):
+class HistoPipeline(OutlierRule):
     """RhymeRL 6.2 to 6.4. `alternate` and `two_tier` are its two tiers, each selectable alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,11 +46,6 @@ class HistoPipeline(BaseModel):
     alternate: bool = Field(True, description="odd steps give the first workers the shortest prompts, even the longest")
     two_tier: bool = Field(True, description="more workers to long ranking groups")
     ranking_groups: int = Field(8, ge=1, description="with two_tier (published: 8 and 16); else one per worker")
-    last_share: float = Field(0.1, ge=0.0, le=1.0, description="alpha: last share of a ranking group that may move")
-    least_growth: float = Field(1.1, ge=1.0, description="least beta: growth past which an answer is an outlier")
-    short_share: float = Field(
-        0.5, ge=0.0, le=1.0, description="share of ranking groups whose outliers stay in their step (not published)"
-    )
 
     def assign(
         self, prompts: Sequence[Prompt], workers: int, step: int, time_s: GroupTime, train_s: float
@@ -63,22 +60,11 @@ class HistoPipeline(BaseModel):
         if self.two_tier:
             counts = plan_tiers([partial(time_s, group) for group in groups], list(map(len, groups)), workers, train_s)
         order = range(workers) if step % 2 or not self.alternate else range(workers - 1, -1, -1)
-        growth = beta(prompts, self.least_growth)
+        limits = self.limits([[prompt.past for prompt in group] for group in groups])
         return tuple(
-            _seated(group, tuple(order[end - count : end]), growth)
-            for group, count, end in zip(groups, counts, accumulate(counts), strict=True)
+            _seated(group, tuple(order[end - count : end]), limit)
+            for group, count, end, limit in zip(groups, counts, accumulate(counts), limits, strict=True)
         )
-
-    def migration(self, rank: int, ranks: int, unfinished: int, samples: int) -> Literal["stay", "within", "next"]:
-        """Where an answer past its ranking group's `outlier_tokens` continues, when `unfinished` of the group's are
-        left.
-
-        Those of short groups move to a longer group of the step; those of long ones to the next step, since nobody
-        else of this one is at work so late (6.3).
-        """
-        if unfinished > self.last_share * samples:
-            return "stay"
-        return "within" if rank < self.short_share * ranks else "next"
 
 
 def rank(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -88,25 +74,13 @@ def rank(prompts: Sequence[Prompt]) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: (medians.get(prompt.prompt_id, usual), prompt.prompt_id))
 
 
-def even_runs(items: Sequence, runs: int) -> list[Sequence]:
-    """Cut in order into runs whose sizes differ by one at most."""
-    return [items[len(items) * i // runs : len(items) * (i + 1) // runs] for i in range(runs)]
-
-
 def in_order(prompts: Sequence[Prompt], workers: int) -> tuple[RankingGroup, ...]:
     """One group: whole prompts in the order given, in equal runs, as verl does; nothing moves."""
     shares = tuple(tuple(prompt.prompt_id for prompt in run) for run in even_runs(prompts, workers))
     return (RankingGroup(tuple(range(workers)), shares, None),)
 
 
-def beta(prompts: Sequence[Prompt], least: float) -> float:
-    """The 75th percentile over prompts of how mean lengths grew from the epoch before the last, at least `least`."""
-    growths = [np.mean(prompt.past[0]) / np.mean(prompt.past[1]) for prompt in prompts if len(prompt.past) > 1]
-    return max(least, float(np.percentile(growths, 75))) if growths else least
-
-
-def _seated(group: Sequence[Prompt], workers: tuple[int, ...], growth: float) -> RankingGroup:
+def _seated(group: Sequence[Prompt], workers: tuple[int, ...], limit: float | None) -> RankingGroup:
     """Prompts dealt one by one, so that each worker gets short and long ones of the group."""
     shares = tuple(tuple(prompt.prompt_id for prompt in group[j :: len(workers)]) for j in range(len(workers)))
-    longest = max((max(prompt.past[0]) for prompt in group if prompt.past), default=None)
-    return RankingGroup(workers, shares, None if longest is None else growth * longest)
+    return RankingGroup(workers, shares, limit)

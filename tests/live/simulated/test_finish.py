@@ -43,6 +43,8 @@ def test_old_samples_end_under_their_weights_while_new_ones_run_under_the_next(p
         assert (await versions(client, named("again"))) == (made, {1})
         assert {r.stepper.weights.version for r in cluster.replicas.values()} == {1}
         assert not cluster.coordinator.rollouts.core.replicas.kept
+        tokens = sum(len(sample) for samples in expected.values() for sample in samples)
+        assert 0 < cluster.coordinator.rollouts.totals.updates <= tokens, "of the old samples, one version each"
 
     play(story, replicas=3, policies=POLICIES)
 

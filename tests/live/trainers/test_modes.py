@@ -135,6 +135,9 @@ def test_bounded_stays_within_its_staleness(small_model, tmp_path):
     assert all(row.staleness.max <= 2 for row in rows)
     assert sorted(batch.step for batch in service.batches) == [0, 1, 2]
     assert rows[2].staleness.max >= 1, "all three steps are admitted under the first weights"
+    parts = [(row.staleness.in_flight, row.staleness.in_queue) for row in rows]
+    assert [sum(both) for both in parts] == pytest.approx([row.staleness.mean for row in rows])
+    assert parts[0] == (0.0, 0.0) and parts[2][1] > 0, "groups that end under the first weights wait for their step"
     assert {batch.weights_version for batch in service.batches} == {None}
 
 
