@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from itertools import chain
+from itertools import chain, cycle
 
 import httpx
 import pytest
@@ -94,7 +94,15 @@ def test_the_usage_of_an_event_counts_its_prompt_once_whichever_choice_begins(pl
     async def story(cluster, http, app):
         options = {"include_usage": True, "continuous_usage_stats": True}
         asked = {"prompt": PROMPT, "max_tokens": 20, "n": 3, "return_token_ids": True, "stream_options": options}
-        first_choices = set()
+        first_choices, waits = set(), cycle((0.0, 0.0, 0.0, 0.4))  # of three samples at a time, another one is late
+        context = cluster.coordinator.rollouts.context
+        lengths = context.lengths
+
+        async def late(keys):
+            await asyncio.sleep(next(waits))
+            return await lengths(keys)
+
+        context.lengths = late
         for seed in range(4):
             events = await events_of(http, "/v1/completions", **asked | {"seed": seed})
             first_choices.add(events[0]["choices"][0]["index"])
