@@ -2,14 +2,15 @@
 
 Invariant: seconds count against a chunk only if its replica has renewed its snapshot meanwhile. A load of weights, a
 long step or a silent replica therefore costs a chunk next to nothing; other watchdogs handle those. Used by
-`ChunkRunner`.
+`ChunkRunner`; `orphans` by `Rollouts`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError
+from tailrace.policies.protocol.actions import AbortChunk
 
 STALLED_S = 600.0
 """Minimum seconds without a token before a chunk is given up. A chunk may wait for the prefill of all others: 1 M
@@ -93,6 +94,19 @@ class ChunkWatch:
             call.tokens = tokens
             if call.quiet_s > allowed_s and call.deadline.when() is None:
                 call.deadline.reschedule(asyncio.get_running_loop().time())
+
+
+def orphans(
+    reports: Iterable[EngineStats], calls: Container[str], is_running: Callable[[str], bool]
+) -> Iterator[AbortChunk]:
+    """Yields the stops of chunks that have no caller: an earlier coordinator started them, or their call was lost. Also
+    of those that the core no longer runs there, because their replica was silent for too long.
+    """
+    for report in reports:
+        ended = (chunk_id for chunk_id in report.running if not is_running(chunk_id))
+        uncalled = (chunk_id for chunk_id in report.running if chunk_id not in calls)
+        for chunk_id in dict.fromkeys((*ended, *uncalled)):
+            yield AbortChunk(chunk_id, report.replica_id, False, "its caller is gone")
 
 
 def allowance_s(report: EngineStats) -> float:

@@ -23,6 +23,7 @@ from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
 from tailrace.deployments.coordinator.admission import Admission
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
+from tailrace.deployments.coordinator.chunk_watch import orphans
 from tailrace.deployments.coordinator.core_holder import CoreHolder
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
@@ -41,7 +42,6 @@ from tailrace.deployments.feed.looks import Looks
 from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import ServiceSnapshot
@@ -266,23 +266,12 @@ class Rollouts:
             self.loop.tell(event)
         self.replica_target.see(len(self.registry.joined))
         self._runner.watch.look(reports)
-        self._abort_orphans(self.registry.renewed)
+        for abort in orphans(self.registry.renewed, self._runner.calls, self.core.is_running):
+            self._runner.abort(abort)
         self.loop.look_ends()
         if gone := self.deliveries.expire() + self.sessions.sweep(hasty=self.core_holder.due):
             self.contained["drivers.silent"] += gone
         self.trajectories.sweep()
-
-    def _abort_orphans(self, reports: list[EngineStats]) -> None:
-        """Stops chunks that have no caller: an earlier coordinator started them, or their call was lost. Also stops
-        those that the core no longer runs there, because their replica was silent for too long.
-        """
-        calls, core = self._runner.calls, self.core
-        for report in reports:
-            ended = (chunk_id for chunk_id in report.running if not core.is_running(chunk_id))
-            uncalled = (chunk_id for chunk_id in report.running if chunk_id not in calls)
-            for chunk_id in dict.fromkeys((*ended, *uncalled)):
-                abort = ac.AbortChunk(chunk_id, report.replica_id, False, "its caller is gone")
-                self._runner.abort(abort)
 
     async def _poll_pool(self) -> None:
         self.kv_pool_manager.learn(self.registry.reports.values())
