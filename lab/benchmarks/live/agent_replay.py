@@ -135,7 +135,7 @@ def figures(seconds: float, played: Sequence[Sequence[PlayedTurn]], computed: in
     turns = [turn for of in played for turn in of]
     known, prompts = sum(turn.known for turn in turns), sum(turn.prompt for turn in turns)
     if computed is None:
-        computed = sum(turn.prompt - turn.cached for turn in turns)
+        computed = sum(turn.prompt - (turn.cached or 0) for turn in turns)
     waits = np.percentile([turn.first_s for turn in turns], (50, 99))
     return {
         "trajectories_per_h": round(len(played) / seconds * 3600, 1),

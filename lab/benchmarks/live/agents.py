@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def measure(
     loads = {size: max(1, round(pool_tokens / max(1.0, context) / SIZES[size])) for size in sizes}
     if len(cut) < (most := max(loads.values())):
         raise BadInput(f"--trace: {len(cut)} sessions of {turns} turns, and {most} are needed; give fewer --turns")
-    work = {size: cut[:load] for size, load in loads.items()}
+    work = {size: [cut[place * len(cut) // load] for place in range(load)] for size, load in loads.items()}
     with tempfile.TemporaryDirectory(prefix="tailrace-agents-") as scratch:
         found = {
             "sticky": _vllm(Path(scratch), model, KV_TOKENS, work, say),
@@ -122,7 +123,8 @@ def _vllm(scratch: Path, model: Path, kv_tokens: int, work: dict[str, list[Agent
     with ExitStack() as stack:
         logs = [scratch / f"vllm-{kv_tokens}-{core}.log" for core in range(REPLICAS)]
         started = [servers.vllm(shape, log, flags, core) for core, log in enumerate(logs)]
-        addresses = [stack.enter_context(one) for one in started]
+        with ThreadPoolExecutor(REPLICAS) as pool:
+            addresses = list(pool.map(stack.enter_context, started))
 
         @asynccontextmanager
         async def opener(number: int) -> AsyncIterator[Place]:
