@@ -16,6 +16,7 @@ from random import Random
 import aiohttp
 import numpy as np
 
+from tailrace.app.errors import Failed
 from tailrace.lab.simulator.agents.trace import AgentSession, AgentTurn
 
 TOKENS = range(100, 40_000)
@@ -64,7 +65,7 @@ class PlayedSession:
         self._contexts: dict[int, list[int]] = {}  # by turn: prompt and answer
 
     async def run(self, place: Place) -> list[PlayedTurn]:
-        """Returns all turns. Raises aiohttp.ClientError at the first one that the server does not answer."""
+        """Returns all turns. Raises a group of aiohttp.ClientError if the server does not answer one."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._turn(number, place)) for number in range(len(self._session.turns))]
         return [task.result() for task in tasks]
@@ -117,13 +118,18 @@ class PlayedSession:
 async def play(
     sessions: Sequence[AgentSession], salt: str, model: str, opener: Opener
 ) -> tuple[float, list[list[PlayedTurn]]]:
-    """Plays all sessions at once. Returns the seconds until the last one has ended, and their turns."""
+    """Plays all sessions at once. Returns the seconds until the last one has ended, and their turns. Raises Failed if
+    the server does not answer one.
+    """
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
 
         async def one(number: int) -> list[PlayedTurn]:
-            async with opener(number) as place:
-                return await PlayedSession(sessions[number], salt, http, model).run(place)
+            try:
+                async with opener(number) as place:
+                    return await PlayedSession(sessions[number], salt, http, model).run(place)
+            except* aiohttp.ClientError as errors:
+                raise Failed(f"{sessions[number].session_id}: {errors.exceptions[0]}") from errors
 
         began_s = time.monotonic()
         found = await asyncio.gather(*map(one, range(len(sessions))))
