@@ -30,7 +30,7 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
               help="SSD for KV, for each GPU.")  # fmt: skip
 @click.option("--drafts", is_flag=True, help="With drafts: the rivals' by suffixes, ours by the group.")
 @click.option("--live", is_flag=True, help="Instead: on two replicas and two `vllm serve`, with the model of --config.")
-@click.option("--turns", type=click.IntRange(min=2), default=6, show_default=True,
+@click.option("--turns", type=click.IntRange(min=2), default=4, show_default=True,
               help="With --live: the first ones of each session that has as many.")  # fmt: skip
 @click.option("--factor", type=click.FloatRange(min=1), default=64.0, show_default=True,
               help="With --live: divides the tokens of contexts and answers.")  # fmt: skip

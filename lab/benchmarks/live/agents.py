@@ -75,10 +75,10 @@ def measure(
         raise BadInput(f"--trace: {len(cut)} sessions of {turns} turns, and {most} are needed; give fewer --turns")
     work = {size: [cut[place * len(cut) // load] for place in range(load)] for size, load in loads.items()}
     with tempfile.TemporaryDirectory(prefix="tailrace-agents-") as scratch:
-        found = {
+        found = _ours(file, model, pool_tokens, work, say) | {
             "sticky": _vllm(Path(scratch), model, KV_TOKENS, work, say),
             "sticky_more_kv": _vllm(Path(scratch), model, KV_TOKENS * (1 + POOL_FACTOR), work, say),
-        } | _ours(file, model, pool_tokens, work, say)
+        }
     return {
         "turns": turns,
         "factor": factor,
@@ -174,11 +174,9 @@ def _with(file: ServeFile, token: int, pool_tokens: int, port: int) -> ServeFile
         "kv_cache_gib": KV_TOKENS * token / 2**30, "block_tokens": 32, "cores": 1,
         "draft": engine.draft.model_copy(update={"method": "off"}),
     }  # fmt: skip
-    file = with_engine(file, settings)
-    args = file.application.args
-    pool = args.pool.model_copy(update={"dram_gib": pool_tokens * token / 2**30})
-    application = file.application.with_args(replicas=fixed(REPLICAS), pool=pool)
-    applications = (application, *(one for one in file.applications if one is not file.application))
+    application = with_engine(file, settings).application
+    pool = application.args.pool.model_copy(update={"dram_gib": pool_tokens * token / 2**30})
+    applications = (application.with_args(replicas=fixed(REPLICAS), pool=pool), file.gateway)
     return file.model_copy(update={"applications": applications, "http_options": HttpOptions(port=port)})
 
 
