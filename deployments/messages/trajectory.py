@@ -55,9 +55,10 @@ class TrajectoryTurn(Message):
 
     `parent`: number of the turn that it continues, by its place in the trajectory, or None. `turn`: the number in its
     sample's key. `conversation`: digest of the messages up to its answer, empty if no later prompt can begin with the
-    sampled tokens. `message`: digest of the answer's message alone. `closing`: the token that ends the answer, or None.
-    `versions`: (weights version, first token, end) by spans of the answer. `reencoded_tokens`: sampled tokens of
-    earlier answers that this prompt has as text encoded again. `response`: of the Responses API, if it is stored.
+    sampled tokens. `message`: digest of the answer's message alone; both are empty without messages. `closing`: the
+    token that ends the answer, or None. `versions`: (weights version, first token, end) by spans of the answer.
+    `reencoded_tokens`: sampled tokens of earlier answers that this prompt has as text encoded again. `response`: of the
+    Responses API, if it is stored.
     """
 
     parent: int | None

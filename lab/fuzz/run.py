@@ -24,7 +24,7 @@ from tailrace.lab.fuzz.odd.plan import PLAIN, Oddities, OddPlan
 from tailrace.lab.fuzz.odd.policies import Trouble, oddly
 from tailrace.lab.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.lab.fuzz.worlds.guests import guests
-from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, in_lanes, racing
+from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, by_kv, in_lanes, racing
 from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
 from tailrace.policies.protocol.exactness import Exactness
 
@@ -152,6 +152,8 @@ def plan_of(
         size = replace(size, policies=in_lanes(lanes, size.policies))
     if worlds.chosen("finish") is not None:
         size = replace(size, policies=size.policies | {"kv_on_update": {"type": "finish"}})
+    if (trajectories := worlds.chosen("trajectories")) is not None:
+        size = replace(size, policies=by_kv(trajectories, size.policies))
     if "rewards" in world.guests:
         size = replace(size, contexts=True)
     if exactness == "law":

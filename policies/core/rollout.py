@@ -313,7 +313,7 @@ class RolloutCore:
         """Queues the trajectories that may begin now. Returns whether there are any."""
         begun = self._trajectories.admitted()
         for sample in begun:
-            self._put(sample)
+            self._queue(sample)  # its replica may have left meanwhile
         return bool(begun)
 
     def _give_up(self) -> None:

@@ -22,9 +22,9 @@ from tailrace.policies.protocol.views import TrajectoryLoad
 BY_KV = {"type": "by_kv", "full_share": 1.0, "growth_share": 0.0}
 
 
-def core_of(policy: dict = BY_KV, **replicas) -> RolloutCore:
+def core_of(policy: dict = BY_KV, ordering: str = "fcfs", **replicas) -> RolloutCore:
     placement = {"type": "cost_aware", "pull_from_tokens": 1}
-    core = RolloutCore(Policies(ordering="fcfs", placement=placement, trajectories=policy))
+    core = RolloutCore(Policies(ordering=ordering, placement=placement, trajectories=policy))
     for replica_id, blocks in replicas.items():
         core.observe(join(replica_id, blocks))
         core.observe(ev.ReplicaMeasured(0.0, replica_id, performance(chunk=0.01)))
@@ -152,6 +152,18 @@ def test_changed_weights_and_lost_replicas_keep_no_kv():
     run.observe(ev.ReplicaLeft(1.0, "r", "gone"))
     run.observe(join("r", 20))
     assert run.replicas.view("r").kv_free_tokens == 320
+
+
+def test_a_trajectory_that_waits_to_begin_outlives_the_replica_that_its_group_is_bound_to():
+    core = core_of({"type": "by_kv", "full_share": 1e-6}, "group_static", r=20, s=20)
+    run_turn(core, "a")
+    submit(core, spec("b"), batch_id="b")
+    assert of(StartChunk, tick(core)) == [] and core._trajectories.is_parked(core.sample("b#0"))
+    bound = core.sample("b#0").home
+    core.observe(ev.ReplicaLeft(1.0, bound, "gone"))
+    core.observe(ev.SampleCancelled(1.0, "a#0"))
+    (start,) = of(StartChunk, tick(core))
+    assert start.sample_id == "b#0" and start.replica_id != bound is not None
 
 
 def test_by_kv_holds_a_share_of_the_expected_growth_free():

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.trajectories.harness import Harness
 from tailrace.app.gateway.trajectories.requests import OpenRequest, RewardRequest
@@ -67,9 +68,14 @@ def _add_harness(app: FastAPI, service: GatewayService, harness: Harness) -> Non
         """Make the next turn, in the form of `/v1/chat/completions`."""
         return await harness.answer(http, await harness.turn(http), request)
 
+    async def completions(name: str, request: CompletionRequest, http: Request):
+        """Make the next turn, in the form of `/v1/completions`."""
+        return await harness.complete(http, await harness.turn(http), request)
+
     for base in BASES:
         app.add_api_route(f"{base}/models", models, methods=["GET"])
         app.add_api_route(f"{base}/chat/completions", chat_completions, methods=["POST"])
+        app.add_api_route(f"{base}/completions", completions, methods=["POST"])
         for path, place in DIALECTS.items():
             app.add_api_route(base + path, _dialect(harness, *place), methods=["POST"], name=place[1])
 

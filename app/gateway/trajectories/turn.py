@@ -1,7 +1,7 @@
 """One turn of a trajectory in progress: what its chat may continue, its sample's names, and its record."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from tailrace.app.gateway.answers import FINISH, weight_versions
 from tailrace.app.gateway.chat.chat import Chat
@@ -28,7 +28,7 @@ class TurnInProgress:
         self._conversation, self._closing = b"", None
         self._stored: StoredResponse | None = None
         self._added: list[dict] = []
-        self._chat: Chat
+        self._chat: Chat | None = None
         self._begun: BegunTurn
 
     @property
@@ -38,7 +38,7 @@ class TurnInProgress:
 
     @property
     def answer(self) -> dict:
-        """Returns the message of the ended answer."""
+        """Returns the message of a chat's ended answer."""
         return self._chat.answer
 
     def find(self, digest: bytes) -> AnsweredTurn | None:
@@ -51,12 +51,13 @@ class TurnInProgress:
         """Has the turn stored under a response's name. `added`: messages beyond those of `previous`."""
         self._stored, self._added = StoredResponse(id=response, previous=previous, messages=""), added
 
-    def begin(self, chat: Chat) -> tuple[Naming, int]:
-        """Returns the names of the turn's sample, and the tokens that are left. Raises ValueError, one line, at a
-        limit.
+    def begin(self, token_ids: Sequence[int], chat: Chat | None) -> tuple[Naming, int]:
+        """Returns the names of the turn's sample, and the tokens that are left. `chat`: None for a prompt without
+        messages. Raises ValueError, one line, at a limit.
         """
-        said = [digest_of(one.normal()) for one in chat.request.messages if one.role == "assistant"]
-        self._chat, self._begun = chat, self.tree.begin(chat.token_ids, said)
+        messages = () if chat is None else chat.request.messages
+        said = [digest_of(one.normal()) for one in messages if one.role == "assistant"]
+        self._chat, self._begun = chat, self.tree.begin(token_ids, said)
         opening = self.tree.opening
         settings = opening.settings
         naming = Naming(
@@ -80,7 +81,7 @@ class TurnInProgress:
             parent=begun.parent,
             turn=begun.turn,
             conversation=self._conversation,
-            message=digest_of(RequestedMessage(**self.answer).normal()),
+            message=b"" if self._chat is None else digest_of(RequestedMessage(**self.answer).normal()),
             closing=self._closing,
             prompt_token_ids=Column(begun.prompt),
             token_ids=sample.token_ids,

@@ -57,7 +57,7 @@ def measure(
             counts, took_s = host.run(int(WARM_SHARE * len(turns)), int(MEASURED_SHARE * len(turns)))
             systems[name] = _figures(counts, took_s, whole_s)
             say(f"{size}, {load} sessions, {name}: {systems[name]}")
-        found[size] = {"sessions": load} | _compared(systems)
+        found[size] = {"sessions": load} | compared(systems)
     return {
         "replicas": replicas,
         "sessions_recorded": len(sessions),
@@ -96,7 +96,8 @@ def _figures(counts: AgentCounts, took_s: float, whole_s: float) -> dict:
     }
 
 
-def _compared(systems: dict[str, dict]) -> dict:
+def compared(systems: dict[str, dict]) -> dict:
+    """Returns the figures of `tailrace`, its ratios to the best of the others and to `sticky`, and the others'."""
     ours, rivals = systems["tailrace"], {name: of for name, of in systems.items() if name != "tailrace"}
     rate = ours["trajectories_per_h"]
     best = max(rivals, key=lambda name: rivals[name]["trajectories_per_h"])

@@ -81,7 +81,7 @@ def ours(file: ServeFile, shape: EngineShape, args: GatewayConfig | None = None)
 
 
 @contextmanager
-def vllm(shape: EngineShape, log: Path, flags: tuple[str, ...] = ()) -> Iterator[str]:
+def vllm(shape: EngineShape, log: Path, flags: tuple[str, ...] = (), core: int = 0) -> Iterator[str]:
     """`vllm serve`, whose output goes to `log`. `flags`: more of its own."""
     port = free_port()
     command = [
@@ -89,10 +89,11 @@ def vllm(shape: EngineShape, log: Path, flags: tuple[str, ...] = ()) -> Iterator
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--served-model-name", shape.model.name, "--max-num-seqs", str(shape.max_running)),
         *("--max-model-len", str(shape.max_model_len), "--block-size", "32", "--disable-uvicorn-access-log"),
+        *("--kv-cache-memory-bytes", str(int(shape.kv_cache_gib * 2**30))),
         *flags,
     ]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": f"{shape.kv_cache_gib:g}", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    environment = os.environ | settings | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    settings = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = os.environ | settings
     with log.open("wb") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:

@@ -9,6 +9,9 @@ from tailrace.policies.core.sample_states import WAITING
 IDLE_S = 10.0
 """Maximum seconds that a sample may wait so: the core starts a chunk at its next tick, after 0.5 s at most."""
 
+PARKED = "KV of trajectories"
+"""Begins the reason of a sample that may wait so as long as another one has begun."""
+
 
 class IdleWatch:
     def __init__(self, cluster: SimulatedCluster):
@@ -30,10 +33,12 @@ class IdleWatch:
         idle = {name for name in core.replicas.ready() if not core.replicas.chunks(name)}
         if not idle:
             return []
-        waiting = (sample for sample in core.samples() if sample.state is WAITING)
-        able = [sample for sample in waiting if sample.home is None or sample.home in idle]
+        why = {sample: core.awaited.by(sample) for sample in core.samples() if sample.state is WAITING}
+        parked = sum(reason.startswith(PARKED) for reason in why.values())
+        counts = core.counts()
+        fine = ("its ", PARKED) if counts["running"] + counts["held"] or len(why) > parked else "its "
         return [  # the reason of one that pauses begins with "its pause" or "its trial"
             f"{self._cluster.coordinators}: {sample.sample_id} {sample.chunks}"
-            for sample in able
-            if not core.awaited.by(sample).startswith("its ")
+            for sample, reason in why.items()
+            if (sample.home is None or sample.home in idle) and not reason.startswith(fine)
         ]

@@ -17,13 +17,15 @@ WORLDS = {
     "rewards": 0.15,
     "lanes": 0.2,
     "finish": 0.2,
+    "trajectories": 0.2,
 }
 """Worlds, each with its share of seeds. For `grown` (batches that grow while they run) and `overtaking` (two updates of
 the weights at about the same time, of a driver that gives updates) it is the share of drivers. `scarce`: each replica
 has KV for a few samples, so that others wait. `early`: a driver whose samples end early. `turns`: a driver whose
 samples have turns that come late, twice or too early. `races`: copies of chunks, by other draft methods, on replicas of
 other speeds. `rewards`: a driver whose rewards take seconds. `lanes`: samples have lanes as soon as two answers are
-known. `finish`: samples end under the weights that they began with."""
+known. `finish`: samples end under the weights that they began with. `trajectories`: samples of several turns begin as
+KV has room for them, from one to nearly all at once."""
 
 SCARCE_BLOCKS = 26
 """Number of KV blocks of a replica: enough for the longest sample and its chunk."""
@@ -96,6 +98,17 @@ def in_lanes(rng: Random, policies: dict) -> dict:
         "placement": {"type": rng.choice(("least_kv", "round_robin", "cost_aware"))},
         "lanes": lanes,
     }
+
+
+def by_kv(rng: Random, policies: dict) -> dict:
+    """Returns policies by which trajectories wait, keep their KV between turns and are suspended."""
+    trajectories = {
+        "type": "by_kv",
+        "full_share": rng.choice((1e-6, 0.1, 0.3, 0.9)),
+        "growth_share": rng.choice((0.0, 0.1)),
+        "keep_from_s": rng.choice((0.0, 1.0)),
+    }
+    return policies | {"trajectories": trajectories}
 
 
 PLAIN = WorldPlan()

@@ -139,6 +139,55 @@ def test_a_prompt_that_does_not_continue_is_a_branch_and_each_token_is_trained_o
     play(story)
 
 
+def test_completions_of_token_ids_continue_branch_and_have_a_chat_s_rows(play):
+    async def story(cluster, http, other):
+        rows = []
+        for stream in (False, True):
+            trajectory = await opened(http, group="task", index=3, seed=9)
+            client = client_of(http, trajectory)
+
+            async def made(prompt, stream=stream, client=client) -> list[int]:
+                asked = {"model": "any", "prompt": prompt, "max_tokens": 100, "extra_body": {"return_token_ids": True}}
+                if not stream:
+                    return (await client.completions.create(**asked)).choices[0].token_ids
+                events = await client.completions.create(stream=True, **asked)
+                return [token async for event in events for one in event.choices for token in one.token_ids]
+
+            first = await made([3, 5, 6, EOS, 4])
+            await made([3, 5, 6, EOS, 4, *first, 7])
+            await made([3, 5, 6, EOS, 4, *first, 8])
+            body = await rewarded(http, trajectory)
+            one, two = body["rows"]
+            assert body["turns"] == 3 and body["branches"] == 1 and body["reencoded_tokens"] == 0
+            assert one["token_ids"][: 5 + len(first)] == two["token_ids"][: 5 + len(first)] == [3, 5, 6, EOS, 4, *first]
+            rows.append(body["rows"])
+        chat = await opened(http, group="task", index=3, seed=9)
+        await said(client_of(http, chat), [user("5 6")])
+        (row,) = (await rewarded(http, chat))["rows"]
+        assert rows[0] == rows[1] and row["token_ids"] == rows[0][0]["token_ids"][: len(row["token_ids"])]
+
+    play(story)
+
+
+def test_a_text_that_may_repeat_answers_is_refused(play):
+    async def story(cluster, http, other):
+        trajectory = await opened(http)
+        key = {"Authorization": f"Bearer {trajectory['api_key']}"}
+
+        async def status(**body) -> tuple[int, str]:
+            answer = await http.post(f"{trajectory['base_url']}/completions", json=body, headers=key)
+            return answer.status_code, answer.text
+
+        assert (await status(prompt="5 6"))[0] == 200
+        for wrong, name in (({"prompt": "5 6 7"}, "prompt: "), ({"prompt": [5], "n": 2}, "n: ")):
+            code, text = await status(**wrong)
+            assert code == 400 and name in text
+        assert (await status(prompt=[[5], [6]]))[0] == 400
+        await rewarded(http, trajectory)
+
+    play(story)
+
+
 def test_another_gateway_goes_on_and_so_does_this_one_after_a_lost_coordinator(play):
     async def story(cluster, http, other):
         trajectory = await opened(http, seed=2)

@@ -1,0 +1,214 @@
+"""Recorded sessions of agents on two real replicas: Tailrace by whole trajectories, against other routers.
+
+The servers run one after the other, each with two engines of the same model and settings, one core each: two
+`vllm serve`, whose sessions stay with one of them by turns (`sticky`); the same two with the pool's bytes as KV besides
+(`sticky_more_kv`); and Tailrace, by `by_kv` and as `round_robin_pool`. All sessions of a size are open at once, from
+the start to the last one's end. Called by `bench agents --live`.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.config import HttpOptions, ServeFile, with_engine
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.http.client import Client
+from tailrace.app.model import resolve_model
+from tailrace.deployments.replica_count import fixed
+from tailrace.lab.benchmarks.control_plane.agents import SIZES, compared
+from tailrace.lab.benchmarks.http import servers
+from tailrace.lab.benchmarks.live.agent_replay import Opener, Place, PlayedTurn, figures, play, scaled
+from tailrace.lab.simulator.agents.scheduled import POLICIES
+from tailrace.lab.simulator.agents.trace import AgentSession
+from tailrace.policies.families.registry import Policies
+
+MAX_MODEL_LEN, ROOM_TOKENS = 2048, 128
+"""Maximum context, and its part that recorded contexts leave free: answers of a token at least make them longer."""
+
+MAX_RUNNING, BATCHED_TOKENS = 16, 2048
+REPLICAS = 2
+
+KV_TOKENS = 2304
+"""Of each engine: a little more than vLLM demands for MAX_MODEL_LEN."""
+
+POOL_FACTOR = 2
+"""KV of the pool over that of all engines; 2.2 in the simulated comparison."""
+
+OURS = {
+    "tailrace": POLICIES,
+    "round_robin_pool": POLICIES | {"placement": "round_robin", "trajectories": "all_at_once"},
+}
+"""Runs of our service. `round_robin_pool`: vLLM's connector of Mooncake needs a GPU, so it is our engine and pool."""
+
+SETTLED_S = 3.0
+"""By then every replica has reported its counts."""
+
+Played = tuple[dict, list[list[PlayedTurn]]]
+Say = Callable[[str], None]
+
+
+def max_context(factor: float) -> int:
+    """Returns the maximum context of recorded sessions, tokens."""
+    return int((MAX_MODEL_LEN - ROOM_TOKENS) * factor)
+
+
+def measure(
+    file: ServeFile, sessions: Sequence[AgentSession], turns: int, factor: float, gap_factor: float,
+    sizes: Sequence[str], say: Say,
+) -> dict:  # fmt: skip
+    """Returns `sizes` as the simulated comparison does. `identical`: share of the answers of each rival that are
+    Tailrace's. Raises Failed if the service's two runs differ.
+    """
+    model = resolve_model(file.application.args.engine.model)
+    cut = [scaled(one, turns, factor, gap_factor) for one in sessions if len(one.turns) >= turns]
+    contexts = [turn.context for one in cut for turn in one.turns]
+    context = sum(contexts) / max(1, len(contexts))
+    pool_tokens = POOL_FACTOR * REPLICAS * KV_TOKENS
+    loads = {size: max(1, round(pool_tokens / max(1.0, context) / SIZES[size])) for size in sizes}
+    if len(cut) < (most := max(loads.values())):
+        raise BadInput(f"--trace: {len(cut)} sessions of {turns} turns, and {most} are needed; give fewer --turns")
+    work = {size: [cut[place * len(cut) // load] for place in range(load)] for size, load in loads.items()}
+    with tempfile.TemporaryDirectory(prefix="tailrace-agents-") as scratch:
+        found = _ours(file, model, pool_tokens, work, say) | {
+            "sticky": _vllm(Path(scratch), model, KV_TOKENS, work, say),
+            "sticky_more_kv": _vllm(Path(scratch), model, KV_TOKENS * (1 + POOL_FACTOR), work, say),
+        }
+    return {
+        "turns": turns,
+        "factor": factor,
+        "gap_factor": gap_factor,
+        "mean_context_tokens": round(context),
+        "engine_kv_tokens": KV_TOKENS,
+        "pool_kv_tokens": pool_tokens,
+        "sizes": {size: {"sessions": loads[size]} | _size({name: of[size] for name, of in found.items()})
+                  for size in sizes},
+    }  # fmt: skip
+
+
+def _size(systems: dict[str, Played]) -> dict:
+    ours = _answers(systems["tailrace"][1])
+    identical = {}
+    for name, (_, played) in systems.items():
+        theirs = _answers(played)
+        identical[name] = round(sum(map(tuple.__eq__, ours, theirs)) / len(ours), 4)
+    if identical["round_robin_pool"] < 1.0:
+        raise Failed("agents: round_robin_pool made other tokens than tailrace")
+    return compared({name: of for name, (of, _) in systems.items()}) | {"identical": identical}
+
+
+def _answers(played: Sequence[Sequence[PlayedTurn]]) -> list[tuple[int, ...]]:
+    return [turn.token_ids for of in played for turn in of]
+
+
+def token_bytes(model: Path) -> int:
+    """Returns the bytes of a token's KV in float32."""
+    shape = json.loads((model / "config.json").read_text())
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    return 2 * 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
+
+
+# ---- vLLM ------------------------------------------------------------------------------------------------
+
+
+def _vllm(scratch: Path, model: Path, kv_tokens: int, work: dict[str, list[AgentSession]], say: Say) -> dict:
+    shape = servers.EngineShape(model, MAX_RUNNING, MAX_MODEL_LEN, kv_tokens * token_bytes(model) / 2**30)
+    flags = "--enable-prompt-tokens-details", "--max-num-batched-tokens", str(BATCHED_TOKENS)
+    say(f"two `vllm serve` with KV for {kv_tokens} tokens each: starting")
+    with ExitStack() as stack:
+        logs = [scratch / f"vllm-{kv_tokens}-{core}.log" for core in range(REPLICAS)]
+        started = [servers.vllm(shape, log, flags, core) for core, log in enumerate(logs)]
+        with ThreadPoolExecutor(REPLICAS) as pool:
+            addresses = list(pool.map(stack.enter_context, started))
+
+        @asynccontextmanager
+        async def opener(number: int) -> AsyncIterator[Place]:
+            yield f"{addresses[number % REPLICAS]}/v1/completions", {}
+
+        return asyncio.run(_all(work, model.name, opener, say))
+
+
+async def _all(work: dict[str, list[AgentSession]], model: str, opener: Opener, say: Say) -> dict[str, Played]:
+    found = {}
+    await play([_first(work)] * REPLICAS, "warm-up", model, opener)
+    for size, sessions in work.items():
+        seconds, played = await play(sessions, size, model, opener)
+        found[size] = figures(seconds, played), played
+        say(f"{size}, {len(sessions)} sessions: {found[size][0]}")
+    return found
+
+
+def _first(work: dict[str, list[AgentSession]]) -> AgentSession:
+    """Returns one turn of one session, by which a server warms up."""
+    session = next(iter(work.values()))[0]
+    return AgentSession(session.session_id, session.turns[:1])
+
+
+# ---- Tailrace --------------------------------------------------------------------------------------------
+
+
+def _ours(
+    file: ServeFile, model: Path, pool_tokens: int, work: dict[str, list[AgentSession]], say: Say
+) -> dict[str, dict[str, Played]]:
+    os.environ.update(servers.NICENESS)
+    from tailrace.app.cluster import service
+
+    port = servers.free_port()
+    say(f"tailrace, with KV for {KV_TOKENS} tokens on each replica and {pool_tokens} in the pool: starting")
+    with service(_with(file, token_bytes(model), pool_tokens, port), None) as client:
+        address = f"http://127.0.0.1:{port}"
+        servers.await_health(address)
+        return asyncio.run(_turns(client, address, model.name, work, say))
+
+
+def _with(file: ServeFile, token: int, pool_tokens: int, port: int) -> ServeFile:
+    """Returns the configuration with the engines and the pool of the comparison."""
+    engine = file.application.args.engine
+    settings = {
+        "max_model_len": MAX_MODEL_LEN, "max_running": MAX_RUNNING, "max_batched_tokens": BATCHED_TOKENS,
+        "kv_cache_gib": KV_TOKENS * token / 2**30, "block_tokens": 32, "cores": 1,
+        "draft": engine.draft.model_copy(update={"method": "off"}),
+    }  # fmt: skip
+    application = with_engine(file, settings).application
+    pool = application.args.pool.model_copy(update={"dram_gib": pool_tokens * token / 2**30})
+    applications = (application.with_args(replicas=fixed(REPLICAS), pool=pool), file.gateway)
+    return file.model_copy(update={"applications": applications, "http_options": HttpOptions(port=port)})
+
+
+async def _turns(client: RolloutClient, address: str, model: str, work: dict, say: Say) -> dict[str, dict[str, Played]]:
+    """Plays each size by all policies in turn."""
+    http = Client(address, token=None)
+    found: dict[str, dict[str, Played]] = {name: {} for name in OURS}
+    await play([_first(work)] * REPLICAS, "warm-up", model, _trajectories(http, "warm-up"))
+    for place, (size, sessions) in enumerate(work.items()):
+        for name in list(OURS)[:: -1 if place % 2 else 1]:
+            await client.set_policies(Policies(**OURS[name]))
+            await client.reset_caches()
+            before = await _computed(client)
+            seconds, played = await play(sessions, size, model, _trajectories(http, size))
+            await asyncio.sleep(SETTLED_S)
+            found[name][size] = figures(seconds, played, await _computed(client) - before), played
+            say(f"{size}, {len(sessions)} sessions, {name}: {found[name][size][0]}")
+    http.close()
+    return found
+
+
+def _trajectories(http: Client, size: str) -> Opener:
+    @asynccontextmanager
+    async def opener(number: int) -> AsyncIterator[Place]:
+        async with await http.trajectory(group=f"{size}-{number}") as trajectory:
+            key = {"authorization": f"Bearer {trajectory.api_key}"}
+            yield f"{trajectory.base_url}/completions", key
+
+    return opener
+
+
+async def _computed(client: RolloutClient) -> int:
+    """Returns the context tokens whose KV was computed so far, over all replicas."""
+    counts = (await client.status()).pool.counts
+    return sum(count for name, count in counts.items() if name.partition(".")[0] == "recomputed_tokens")
