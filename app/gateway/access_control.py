@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tailrace.app.gateway.edge.errors import error_body
-from tailrace.app.gateway.gateway_config import GatewayConfig
+from tailrace.app.gateway.gateway_config import LOOPBACK, GatewayConfig
 from tailrace.deployments.messages.roles import Role
 
 OPEN_PATHS = ("/health", "/liveness")
@@ -71,6 +71,8 @@ class AccessControl:
     ):
         self._app, self._config, self._is_key = app, config, is_key
         self._tokens = None if config.tokens_file is None else read_tokens(Path(config.tokens_file))
+        if ANYONE in (self._tokens or {}) and config.host not in LOOPBACK:
+            raise ValueError(f"{config.tokens_file}: {ANYONE} is for loopback; host is {config.host}, open to others")
         self._open = 0
 
     async def __call__(self, scope, receive, send) -> None:

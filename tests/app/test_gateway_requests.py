@@ -330,6 +330,13 @@ def test_a_role_may_be_anyone_s_and_a_wrong_token_has_none(tmp_path):
     assert passed(access, path="/v1/trajectories/1/rewards", authorization="Bearer other")[0] == 401
 
 
+def test_a_role_is_not_anyone_s_on_an_address_that_others_reach(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("trainer anyone")
+    with pytest.raises(ValueError, match=r"anyone is for loopback; host is 10\.0\.0\.7"):
+        AccessControl(answering, GatewayConfig(tokens_file=str(path), host="10.0.0.7"))
+
+
 async def nobodys(trajectory: str, key: bytes) -> bool:
     """No key is a trajectory's."""
     return False

@@ -70,14 +70,17 @@ def test_prompts_are_a_group_s_and_of_one_turn():
 
 
 def test_figures_are_medians_of_the_turns(monkeypatch):
-    seconds = iter((9.9, 2.0, 1.0, 4.0))  # of the warm-up, and of three turns
+    seconds = {"http://a": iter((9.9, 2.0, 1.0, 4.0)), "http://b": iter((9.9, 1.0, 1.0, 1.0))}  # a warm-up, three turns
+    order = []
 
-    def loaded(address, model, turn, requests, max_tokens):
-        return {"seconds": next(seconds), "latencies_s": [0.1 * turn] * requests, "errors": {"429": 1}}
+    def loaded(address, model, turn, requests):
+        order.append(address[-1])
+        return {"seconds": next(seconds[address]), "latencies_s": [0.1 * turn] * requests.count, "errors": {"429": 1}}
 
     monkeypatch.setattr(http, "loaded", loaded)
-    found = http.turns("ours", "http://a", "m", 100, 16, 3, lambda text: None)
-    assert found == {
+    found = http.turns({"ours": "http://a", "theirs": "http://b"}, "m", http.Requests(100, 16), 3, lambda text: None)
+    assert "".join(order) == "ab" * 4 and found["theirs"]["requests_per_s"] == 100.0
+    assert found["ours"] == {
         "requests_per_s": 50.0, "turns": [50.0, 100.0, 25.0], "tokens_per_s": 800.0, "p50_s": 0.2, "p99_s": 0.2,
         "errors": {"429": 3},
     }  # fmt: skip
@@ -86,7 +89,7 @@ def test_figures_are_medians_of_the_turns(monkeypatch):
 def test_a_server_that_answers_nothing_and_too_few_files_are_one_line(monkeypatch):
     monkeypatch.setattr(http, "loaded", lambda *_: {"seconds": 1.0, "latencies_s": [], "errors": {"500": 8}})
     with pytest.raises(Failed, match=r"ours: no request was answered: \{'500': 8\}"):
-        http.turns("ours", "http://a", "m", 8, 16, 1, lambda text: None)
+        http.turns({"ours": "http://a"}, "m", http.Requests(8, 16), 1, lambda text: None)
     monkeypatch.setattr(http.resource, "getrlimit", lambda _: (1_024, 4_096))
     with pytest.raises(Failed, match="5000 open files are needed, and the limit is 4096"):
         http.allow_files(5_000)

@@ -16,6 +16,9 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 @click.option(
     "--running", type=click.IntRange(min=1), default=64, show_default=True, help="Samples in an engine's step."
 )
+@click.option(
+    "--temperature", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="0: no server draws noise."
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Turns; medians count.")
 @click.option(
     "--config",
@@ -25,12 +28,12 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
     help="Of our service; its model, its replicas and its gateway are replaced.",
 )
 @AS_JSON
-def command(requests, max_tokens, running, repeats, config, as_json):
+def command(requests, max_tokens, running, temperature, repeats, config, as_json):
     """Completions over HTTP, all open at once: our gateway and `vllm serve`, on one engine of a tiny random model.
 
-    The same client, bodies and engine settings, one server after the other; about three minutes.
+    The same client, bodies and engine settings, without drafts; both servers run, and take turns. About three minutes.
     """
     file = load_config(config)
-    from tailrace.lab.benchmarks.http.http import measure
+    from tailrace.lab.benchmarks.http.http import Requests, measure
 
-    print_result(measure(file, requests, max_tokens, running, repeats, say), as_json)
+    print_result(measure(file, Requests(requests, max_tokens, temperature), running, repeats, say), as_json)

@@ -1,4 +1,4 @@
-"""Requests a second over HTTP: our gateway against `vllm serve`, the same load on the same model, one after the other.
+"""Requests a second over HTTP: our gateway against `vllm serve`, the same load on the same model, by turns.
 
 Called by `tailrace bench http`.
 """
@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.app.config import ServeFile
+from tailrace.app.config import ServeFile, with_engine
 from tailrace.app.errors import Failed
 from tailrace.app.model import resolve_model
 from tailrace.lab.benchmarks.http import servers
@@ -23,29 +24,32 @@ from tailrace.lab.benchmarks.http import servers
 WARM_UP = 64
 """Requests before the first turn, not counted."""
 
+NO_DRAFTS = {"draft": {"method": "off"}}
+"""Our engine is to do what vLLM's does: drafts of mates are none of the gateway's merit."""
+
 FILES_OF_ONE_REQUEST = 2
 SPARE_FILES = 500
 
 
-def measure(
-    file: ServeFile, requests: int, max_tokens: int, max_running: int, repeats: int, say: Callable[[str], None]
-) -> dict:
-    """Figures of both servers: medians over `repeats` turns of `requests` at once. `ratio_to_vllm`: of requests/s;
-    `p99_to_vllm`: of p99.
-    """
-    allow_files(requests * FILES_OF_ONE_REQUEST + SPARE_FILES)
+class Requests(NamedTuple):
+    """The load of a turn: `count` completions of `max_tokens` tokens, all open at once."""
+
+    count: int
+    max_tokens: int
+    temperature: float = 1.0
+
+
+def measure(file: ServeFile, requests: Requests, max_running: int, repeats: int, say: Callable[[str], None]) -> dict:
+    """Figures of both servers: medians over `repeats` turns. `ratio_to_vllm`: of requests/s; `p99_to_vllm`: of p99."""
+    allow_files(requests.count * FILES_OF_ONE_REQUEST + SPARE_FILES)
     with tempfile.TemporaryDirectory(prefix="tailrace-http-") as scratch:
         say("making a tiny model")
         model = servers.tiny_model(resolve_model("demo"), Path(scratch) / "tiny")
-        shape = servers.EngineShape(model, max_running)
-        found = {}
-        for name, server in (
-            ("vllm", servers.vllm(shape, Path(scratch) / "vllm.log")),
-            ("tailrace", servers.ours(file, shape)),
-        ):
-            say(f"{name}: starting")
-            with server as address:
-                found[name] = turns(name, address, model.name, requests, max_tokens, repeats, say)
+        shape, log = servers.EngineShape(model, max_running), Path(scratch) / "vllm.log"
+        say("starting both servers")
+        with servers.vllm(shape, log) as theirs, servers.ours(with_engine(file, NO_DRAFTS), shape) as ours:
+            addresses = {"vllm": theirs, "tailrace": ours}
+            found = turns(addresses, model.name, requests, repeats, say)
     ours, theirs = found["tailrace"], found["vllm"]
     return {
         "requests_per_s": ours["requests_per_s"],
@@ -53,26 +57,40 @@ def measure(
         "p99_to_vllm": round(ours["p99_s"] / theirs["p99_s"], 3),
         "errors": sum(sum(one["errors"].values()) for one in found.values()),
         "servers": found,
-        "requests": requests,
-        "max_tokens": max_tokens,
+        "requests": requests.count,
+        "max_tokens": requests.max_tokens,
+        "temperature": requests.temperature,
         "max_running": max_running,
         "repeats": repeats,
     }
 
 
 def turns(
-    name: str, address: str, model: str, requests: int, max_tokens: int, repeats: int, say: Callable[[str], None]
-) -> dict:
-    loaded(address, model, 0, min(WARM_UP, requests), max_tokens)
-    rates, latencies, errors = [], [], Counter()
+    addresses: Mapping[str, str],
+    model: str,
+    requests: Requests,
+    repeats: int,
+    say: Callable[[str], None],
+) -> dict[str, dict]:
+    """Returns the figures of each server by its name: they take turns, and the one that waits is idle."""
+    loads: dict[str, list[dict]] = {name: [] for name in addresses}
+    for address in addresses.values():
+        loaded(address, model, 0, requests._replace(count=min(WARM_UP, requests.count)))
     for turn in range(1, repeats + 1):
-        got = loaded(address, model, turn, requests, max_tokens)
-        if not got["latencies_s"]:
-            raise Failed(f"{name}: no request was answered: {got['errors']}")
-        rates.append(len(got["latencies_s"]) / got["seconds"])
-        latencies.append(np.percentile(got["latencies_s"], (50, 99)))
-        errors.update(got["errors"])
-        say(f"{name}: {rates[-1]:.1f} requests/s, p99 {latencies[-1][1]:.2f} s, errors {got['errors']}")
+        for name, address in addresses.items():
+            got = loaded(address, model, turn, requests)
+            if not got["latencies_s"]:
+                raise Failed(f"{name}: no request was answered: {got['errors']}")
+            loads[name].append(got)
+            rate, p99 = len(got["latencies_s"]) / got["seconds"], np.percentile(got["latencies_s"], 99)
+            say(f"{name}: {rate:.1f} requests/s, p99 {p99:.2f} s, errors {got['errors']}")
+    return {name: figures(of_server, requests.max_tokens) for name, of_server in loads.items()}
+
+
+def figures(loads: Sequence[dict], max_tokens: int) -> dict:
+    """Returns medians over one server's loads, and the errors of all."""
+    rates = [len(one["latencies_s"]) / one["seconds"] for one in loads]
+    latencies = [np.percentile(one["latencies_s"], (50, 99)) for one in loads]
     p50, p99 = (round(float(median(column)), 3) for column in zip(*latencies, strict=True))
     return {
         "requests_per_s": round(median(rates), 1),
@@ -80,11 +98,11 @@ def turns(
         "tokens_per_s": round(median(rates) * max_tokens, 1),
         "p50_s": p50,
         "p99_s": p99,
-        "errors": dict(errors),
+        "errors": dict(sum((Counter(one["errors"]) for one in loads), Counter())),
     }
 
 
-def loaded(address: str, model: str, turn: int, requests: int, max_tokens: int) -> dict:
+def loaded(address: str, model: str, turn: int, requests: Requests) -> dict:
     """The figures of one load. Raises Failed with the last line of its error."""
     command = [
         sys.executable,
@@ -92,7 +110,7 @@ def loaded(address: str, model: str, turn: int, requests: int, max_tokens: int) 
         "tailrace.lab.benchmarks.http.load",
         address,
         model,
-        *map(str, (turn, requests, max_tokens)),
+        *map(str, (turn, *requests)),
     ]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:

@@ -1,6 +1,6 @@
 """The load of `tailrace bench http`: many completions, all asked for at once, by a process of its own.
 
-    python -m tailrace.lab.benchmarks.http.load URL MODEL TURN REQUESTS MAX_TOKENS
+    python -m tailrace.lab.benchmarks.http.load URL MODEL TURN REQUESTS MAX_TOKENS TEMPERATURE
 
 Prints one JSON object: `seconds`, `latencies_s` of the answers, and `errors` by kind. The same for every server.
 """
@@ -19,19 +19,19 @@ GROUP = 8
 """Requests of one prompt, as the samples of a group."""
 
 
-def body_of(model: str, turn: int, number: int, max_tokens: int) -> dict:
+def body_of(model: str, turn: int, number: int, max_tokens: int, temperature: float = 1.0) -> dict:
     """Request `number` of a turn. No prompt of one turn comes again in another."""
     draw = Random(1_000_003 * turn + number // GROUP)
     prompt = [draw.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
-    sampled = {"max_tokens": max_tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    sampled = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True, "logprobs": 0}
     return {"model": model, "prompt": prompt} | sampled
 
 
-async def load(url: str, model: str, turn: int, requests: int, max_tokens: int) -> dict:
+async def load(url: str, model: str, turn: int, requests: int, max_tokens: int, temperature: float = 1.0) -> dict:
     """Ask for all at once, each on a connection of its own, and wait for all."""
     latencies: list[float] = []
     errors: Counter[str] = Counter()
-    bodies = [json.dumps(body_of(model, turn, number, max_tokens)).encode() for number in range(requests)]
+    bodies = [json.dumps(body_of(model, turn, number, max_tokens, temperature)).encode() for number in range(requests)]
 
     async def one(body: bytes) -> None:
         began_s = time.monotonic()
@@ -56,5 +56,5 @@ async def load(url: str, model: str, turn: int, requests: int, max_tokens: int) 
 
 
 if __name__ == "__main__":
-    address, served, *numbers = sys.argv[1:]
-    print(json.dumps(asyncio.run(load(address, served, *map(int, numbers)))))
+    address, served, *numbers, heat = sys.argv[1:]
+    print(json.dumps(asyncio.run(load(address, served, *map(int, numbers), float(heat)))))
