@@ -203,7 +203,7 @@ def test_a_finished_group_that_no_driver_has_acknowledged_survives(tmp_path):
         batch = await one.submit(message())
         one.make(8, 8, 3, stop=2)
         for action in one.turn():
-            {EndSample: one.batches.end, EmitGroup: one.batches.emit}[type(action)](action)
+            one.batches.emit(action) if isinstance(action, EmitGroup) else one.batches.end(action, version=0)
         assert batch.over and one.batches.groups() == []
         (group,) = one.delivery.unread()
         await one.log.write(unlogged([group], 1), 1)

@@ -78,7 +78,7 @@ def test_figures_are_medians_of_the_turns(monkeypatch):
         return {"seconds": next(seconds[address]), "latencies_s": [0.1 * turn] * requests.count, "errors": {"429": 1}}
 
     monkeypatch.setattr(http, "loaded", loaded)
-    found = http.turns({"ours": "http://a", "theirs": "http://b"}, "m", http.Requests(100, 16), 3, lambda text: None)
+    found = http.turns({"ours": "http://a", "theirs": "http://b"}, "m", http.HttpLoad(100, 16), 3, lambda text: None)
     assert "".join(order) == "ab" * 4 and found["theirs"]["requests_per_s"] == 100.0
     assert found["ours"] == {
         "requests_per_s": 50.0, "turns": [50.0, 100.0, 25.0], "tokens_per_s": 800.0, "p50_s": 0.2, "p99_s": 0.2,
@@ -89,7 +89,7 @@ def test_figures_are_medians_of_the_turns(monkeypatch):
 def test_a_server_that_answers_nothing_and_too_few_files_are_one_line(monkeypatch):
     monkeypatch.setattr(http, "loaded", lambda *_: {"seconds": 1.0, "latencies_s": [], "errors": {"500": 8}})
     with pytest.raises(Failed, match=r"ours: no request was answered: \{'500': 8\}"):
-        http.turns({"ours": "http://a"}, "m", http.Requests(8, 16), 1, lambda text: None)
+        http.turns({"ours": "http://a"}, "m", http.HttpLoad(8, 16), 1, lambda text: None)
     monkeypatch.setattr(http.resource, "getrlimit", lambda _: (1_024, 4_096))
     with pytest.raises(Failed, match="5000 open files are needed, and the limit is 4096"):
         http.allow_files(5_000)

@@ -34,6 +34,6 @@ def command(requests, max_tokens, running, temperature, repeats, config, as_json
     The same client, bodies and engine settings, without drafts; both servers run, and take turns. About three minutes.
     """
     file = load_config(config)
-    from tailrace.lab.benchmarks.http.http import Requests, measure
+    from tailrace.lab.benchmarks.http.http import HttpLoad, measure
 
-    print_result(measure(file, Requests(requests, max_tokens, temperature), running, repeats, say), as_json)
+    print_result(measure(file, HttpLoad(requests, max_tokens, temperature), running, repeats, say), as_json)

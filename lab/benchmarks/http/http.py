@@ -31,7 +31,7 @@ FILES_OF_ONE_REQUEST = 2
 SPARE_FILES = 500
 
 
-class Requests(NamedTuple):
+class HttpLoad(NamedTuple):
     """The load of a turn: `count` completions of `max_tokens` tokens, all open at once."""
 
     count: int
@@ -39,7 +39,7 @@ class Requests(NamedTuple):
     temperature: float = 1.0
 
 
-def measure(file: ServeFile, requests: Requests, max_running: int, repeats: int, say: Callable[[str], None]) -> dict:
+def measure(file: ServeFile, requests: HttpLoad, max_running: int, repeats: int, say: Callable[[str], None]) -> dict:
     """Figures of both servers: medians over `repeats` turns. `ratio_to_vllm`: of requests/s; `p99_to_vllm`: of p99."""
     allow_files(requests.count * FILES_OF_ONE_REQUEST + SPARE_FILES)
     with tempfile.TemporaryDirectory(prefix="tailrace-http-") as scratch:
@@ -68,7 +68,7 @@ def measure(file: ServeFile, requests: Requests, max_running: int, repeats: int,
 def turns(
     addresses: Mapping[str, str],
     model: str,
-    requests: Requests,
+    requests: HttpLoad,
     repeats: int,
     say: Callable[[str], None],
 ) -> dict[str, dict]:
@@ -102,7 +102,7 @@ def figures(loads: Sequence[dict], max_tokens: int) -> dict:
     }
 
 
-def loaded(address: str, model: str, turn: int, requests: Requests) -> dict:
+def loaded(address: str, model: str, turn: int, requests: HttpLoad) -> dict:
     """The figures of one load. Raises Failed with the last line of its error."""
     command = [
         sys.executable,

@@ -16,7 +16,7 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.config import HttpOptions, ServeFile, with_engine
+from tailrace.app.config import ServeFile, with_engine
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.http.client import Client
 from tailrace.app.model import resolve_model
@@ -176,8 +176,9 @@ def _with(file: ServeFile, token: int, pool_tokens: int, port: int) -> ServeFile
     }  # fmt: skip
     application = with_engine(file, settings).application
     pool = application.args.pool.model_copy(update={"dram_gib": pool_tokens * token / 2**30})
-    applications = (application.with_args(replicas=fixed(REPLICAS), pool=pool), file.gateway)
-    return file.model_copy(update={"applications": applications, "http_options": HttpOptions(port=port)})
+    gateway = file.gateway.model_copy(update={"args": file.gateway.args.model_copy(update={"port": port})})
+    applications = (application.with_args(replicas=fixed(REPLICAS), pool=pool), gateway)
+    return file.model_copy(update={"applications": applications})
 
 
 async def _turns(client: RolloutClient, address: str, model: str, work: dict, say: Say) -> dict[str, dict[str, Played]]:
