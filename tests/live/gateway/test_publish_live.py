@@ -34,7 +34,10 @@ def tokens(client, name: str) -> list:
     return [(sample.token_ids, sample.segments[-1].weights_version) for sample in group.samples]
 
 
-@pytest.mark.parametrize("layout", ["fsdp2_2", "tensor_2", "fsdp2_2_apart"])
+LAYOUTS = ["fsdp2_2", *(pytest.param(name, marks=pytest.mark.long) for name in ("tensor_2", "fsdp2_2_apart"))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_publish_what_one_process_would_send(client, tiny_model, tmp_path, layout):
     version = client.status_blocking().weights_version + 1
     with RankProcesses(tiny_model, layout, (version,)) as ranks:
