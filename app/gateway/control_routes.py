@@ -8,19 +8,17 @@ of names and formats: vLLM's `entrypoints/rl/online/api_router.py`, `entrypoints
 from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Query, Request
-from fastapi.responses import JSONResponse
 from pydantic import model_validator
 
-from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.edge.errors import add_refusals
 from tailrace.app.gateway.edge.fields import RequestBody
-from tailrace.app.gateway.service import GatewayService
+from tailrace.app.gateway.service import GatewayService, check_here
 from tailrace.app.gateway.vllm_config import vllm_config
 from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.weight_transfer import backend_of, named_in_memory
 from tailrace.deployments.messages.chunk import TAGS
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.transfer import MEMORY
-from tailrace.deployments.staging.slots import is_memory, memory_source, slot_of
 
 REFUSED = {
     "/collective_rpc": "no method of a worker is called by name; docs/http.md has the routes for weights",
@@ -65,21 +63,20 @@ class UpdateFinish(RequestBody):
     weight_version: str | None = None
 
 
+def version_of(given: str | None) -> int | None:
+    """Returns the number of a `weight_version`. Raises ValueError, one line, if it is none."""
+    if given is not None and not (given.isdecimal() and len(given) < 20):
+        raise ValueError(f"weight_version: {given[:30]!r} is not a number; versions are, and only grow")
+    return None if given is None else int(given)
+
+
 def add_control(app: FastAPI, service: GatewayService) -> None:
     _add_pauses(app, service)
     _add_sleep(app, service)
     _add_weights(app, service)
     _add_phases(app, service)
     _add_info(app, service)
-    for path, reason in REFUSED.items():
-        app.add_api_route(path, _refusing(f"{path}: {reason}"), methods=["POST"], summary="Refused, with the reason")
-
-
-def _refusing(reason: str):
-    async def refused():
-        return JSONResponse(error_body(400, reason), 400)
-
-    return refused
+    add_refusals(app, REFUSED)
 
 
 def _add_pauses(app: FastAPI, service: GatewayService) -> None:
@@ -152,12 +149,10 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
     async def update_weights(update: WeightsUpdate, http: Request):
         role = http.scope["role"]
         if update.update_info is None:
-            if is_memory(update.weight_dir):
-                _check_here(update.weight_dir)
             loaded = await service.update_weights(role, update.weight_dir, update.version)
             return {"message": f"weights {loaded} are loaded", "weight_version": str(loaded)}
         if "source" in update.update_info:
-            _check_here(named_in_memory(update.update_info))
+            check_here(named_in_memory(update.update_info))
         await service.client(role).transfer_weights("part", update.update_info)
         return {"message": "Weights updated"}
 
@@ -201,12 +196,6 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
         return {"slots": await service.client(http.scope["role"]).own_slots()}
 
 
-def _check_here(source: str) -> None:
-    """Raises ValueError if weights in memory are not on the gateway's machine: replicas would not find them."""
-    if slot_of(memory_source(source)) is None:
-        raise ValueError(f"{source} is not in the memory of the gateway's machine; stage it there, or give a folder")
-
-
 def _add_phases(app: FastAPI, service: GatewayService) -> None:
     @app.post("/init_weight_transfer_engine")
     async def init_weight_transfer_engine(http: Request, init_info: Annotated[dict[str, Any], Body(embed=True)]):
@@ -230,11 +219,8 @@ def _add_phases(app: FastAPI, service: GatewayService) -> None:
 
     @app.post("/finish_weight_update")
     async def finish_weight_update(http: Request, finish: UpdateFinish | None = None):
-        version = None if finish is None else finish.weight_version
-        if version is not None and not (version.isdecimal() and len(version) < 20):
-            raise ValueError(f"weight_version: {version[:30]!r} is not a number; versions are, and only grow")
-        client = service.client(http.scope["role"])
-        loaded = await client.finish_transfer(None if version is None else int(version))
+        version = None if finish is None else version_of(finish.weight_version)
+        loaded = await service.client(http.scope["role"]).finish_transfer(version)
         return {"message": "Weight update finished", "weight_version": str(loaded.version)}
 
 

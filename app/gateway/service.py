@@ -24,6 +24,7 @@ from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, SamplingParams
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
+from tailrace.deployments.staging.slots import is_memory, memory_source, slot_of
 
 MAX_SAMPLES = 1_024
 """Maximum number of samples of one request: each costs the gateway 0.1 ms of its event loop before others have their
@@ -203,8 +204,18 @@ class GatewayService:
                     self.client(Role.EVALUATOR).samples.renew(session)
 
     async def update_weights(self, role: Role, folder: str, version: int | None) -> int:
-        """Loads a folder under `version`, or under the next one. Returns it."""
+        """Loads a folder under `version`, or under the next one. Returns it. Raises ValueError for weights in the
+        memory of another machine.
+        """
+        if is_memory(folder):
+            check_here(folder)
         client = self.client(role)
         if version is None:
             version = (await client.status()).weights_version + 1
         return (await client.update_weights(version, folder)).version
+
+
+def check_here(source: str) -> None:
+    """Raises ValueError if weights in memory are not on the gateway's machine: replicas would not find them."""
+    if slot_of(memory_source(source)) is None:
+        raise ValueError(f"{source} is not in the memory of the gateway's machine; stage it there, or give a folder")

@@ -16,6 +16,7 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.service import ServedModel, Wanted
 from tailrace.app.gateway.sglang.answers import GenerateStream, generated
 from tailrace.app.gateway.sglang.requests import IGNORED, GenerateRequest, SglangSampling
+from tailrace.app.gateway.sglang.routes import DiskUpdate
 from tailrace.deployments.messages.rollout import PromptLogprobs, SampleResult
 from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 from tailrace.deployments.results.routed_experts import RoutedExperts
@@ -180,3 +181,12 @@ def test_each_event_of_a_stream_has_all_so_far():
     assert [bool(event["meta_info"]["finish_reason"]) for event in events] == [False, False, True]
     assert {event["meta_info"]["id"] for event in events} == {"mine"}
     assert events[1]["meta_info"]["output_token_logprobs"] == [[-1.0, 1, None], [-2.0, 2, None]]
+
+
+def test_an_update_from_disk_takes_safetensors_alone_and_no_unknown_field():
+    """Of SGLang's fields, `manifest` is refused, and none that could change the weights is ignored."""
+    given = set(FIELDS["update_weights_from_disk"])
+    assert given - set(DiskUpdate.model_fields) == {"manifest"} and DiskUpdate(model_path="w", load_format="auto")
+    for wrong in ({"load_format": "dummy"}, {"manifest": {}}):
+        with pytest.raises(ValidationError, match=next(iter(wrong))):
+            DiskUpdate(model_path="w", **wrong)

@@ -4,7 +4,7 @@ Invariant: a message is one line of Unicode text, whatever it quotes. `param` is
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -125,6 +125,25 @@ def error_of(error: BaseException) -> tuple[dict, int]:
     kind = TooLargeForQuota.__name__ if isinstance(cause, TooLargeForQuota) else None
     param = "model" if isinstance(cause, UnknownModel) else getattr(cause, "param", None)
     return error_body(status, text, kind, param), status
+
+
+def bad_request(message: str) -> dict:
+    """Returns the body of an error 400."""
+    return error_body(400, message)
+
+
+def add_refusals(app: FastAPI, reasons: Mapping[str, str], body: Callable[[str], dict] = bad_request) -> None:
+    """Adds routes that are refused: `reasons` by path. `body`: makes an answer's body of its path and reason."""
+    for path, reason in reasons.items():
+        refused = _refusing(body(f"{path}: {reason}"))
+        app.add_api_route(path, refused, methods=["POST"], summary="Refused, with the reason")
+
+
+def _refusing(content: dict) -> Callable[[], Awaitable[JSONResponse]]:
+    async def refused():
+        return JSONResponse(content, 400)
+
+    return refused
 
 
 def add_errors(app: FastAPI) -> None:

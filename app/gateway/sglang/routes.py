@@ -7,14 +7,15 @@ Source of names and formats: SGLang 0.5.23, `srt/entrypoints/http_server.py`.
 
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tailrace.app.gateway.answering import made, streamed
 from tailrace.app.gateway.context_bound import check_prompts
-from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.control_routes import version_of
+from tailrace.app.gateway.edge.errors import add_refusals, bad_request, error_body
 from tailrace.app.gateway.edge.fields import RequestBody
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.service import GatewayService, Wanted
@@ -45,25 +46,20 @@ class SglangPause(StrEnum):
 
 class DiskUpdate(RequestBody):
     """`model_path`: a folder of safetensors that every replica can read. `weight_version`: a number above the present
-    one; by default the next one. `abort_all_requests`: ends samples in flight first. The others have no effect.
+    one; by default the next one. `abort_all_requests`: ends samples in flight first. `load_format`: safetensors in any
+    case. The others have no effect.
     """
 
     model_path: str
     weight_version: str | None = None
     abort_all_requests: bool = False
-    load_format: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
     is_async: bool = False
     torch_empty_cache: bool = False
     keep_pause: bool = False
     recapture_cuda_graph: bool = False
     token_step: int = 0
     flush_cache: bool = True
-
-    def version(self) -> int | None:
-        given = self.weight_version
-        if given is not None and not (given.isdecimal() and len(given) < 20):
-            raise ValueError(f"weight_version: {given[:30]!r} is not a number; versions are, and only grow")
-        return None if given is None else int(given)
 
 
 class MemoryTags(RequestBody):
@@ -78,15 +74,7 @@ def add_sglang(app: FastAPI, service: GatewayService) -> None:
     _add_weights(app, service)
     _add_memory(app, service)
     _add_info(app, service)
-    for path, reason in REFUSED.items():
-        app.add_api_route(path, _refusing(f"{path}: {reason}"), methods=["POST"], summary="Refused, with the reason")
-
-
-def _refusing(reason: str):
-    async def refused():
-        return JSONResponse({"success": False, "message": reason} | error_body(400, reason), 400)
-
-    return refused
+    add_refusals(app, REFUSED, lambda line: {"success": False, "message": line} | bad_request(line))
 
 
 def _add_generate(app: FastAPI, service: GatewayService) -> None:
@@ -144,7 +132,7 @@ def _add_pauses(app: FastAPI, service: GatewayService) -> None:
 def _add_weights(app: FastAPI, service: GatewayService) -> None:
     @app.post("/update_weights_from_disk")
     async def update_weights_from_disk(update: DiskUpdate, http: Request):
-        role, version = http.scope["role"], update.version()
+        role, version = http.scope["role"], version_of(update.weight_version)
         if update.abort_all_requests:
             await service.client(role).cancel_all()
         loaded = await service.update_weights(role, update.model_path, version)

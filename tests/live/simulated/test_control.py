@@ -5,7 +5,7 @@ from hashlib import blake2b
 import pytest
 from virtual_cluster import play_gateway, quiet, under_way
 
-from tailrace.app.gateway import control_routes
+from tailrace.app.gateway import service
 from tailrace.app.gateway.control_routes import REFUSED
 from tailrace.deployments.messages.roles import Role
 from tailrace.lab.fuzz import replica, stepper
@@ -115,7 +115,7 @@ def test_an_update_in_phases_is_committed_whole_or_not_at_all(play, monkeypatch)
 
     for module in (stepper, replica):
         monkeypatch.setattr(module, "digest_of", hex_digest)  # as those of memory are
-    monkeypatch.setattr(control_routes, "slot_of", lambda source: source)
+    monkeypatch.setattr(service, "slot_of", lambda source: source)
     play(story)
 
 
