@@ -92,10 +92,16 @@ if [ ! -e "$installed" ]; then
     rm -f .venv/.package-*
     touch "$installed"
 fi
+# Kernels are compiled once, here, beside the model, and not by every engine and test that starts first.
+kernels=$(cat deployments/draft_index/*.py deployments/vllm_exact/*_cpu.py | sha256sum | cut -c1-16)
+if [ ! -e "deployments/draft_index/__pycache__/.kernels-$kernels" ]; then
+    say "compiling kernels, a minute"
+    .venv/bin/python scripts/compile_kernels.py & compiling=$!
+fi
 .venv/bin/tailrace model
-if ! ls deployments/draft_index/__pycache__/*.nbi >/dev/null 2>&1; then
-    say "compiling the draft index" # once, and not in every engine that starts first
-    quietly .venv/bin/python -c "from tailrace.deployments.draft_index.group_index import warm_up; warm_up()" ||
-        fail "the draft index did not compile"
+if [ -n "${compiling:-}" ]; then
+    wait "$compiling" || fail "the kernels did not compile"
+    rm -f deployments/draft_index/__pycache__/.kernels-*
+    touch "deployments/draft_index/__pycache__/.kernels-$kernels"
 fi
 say "ready"

@@ -1,15 +1,14 @@
 """One rank of a trainer, as a process: torch.distributed over gloo, models in several layouts, and a death on request.
 
-`publishing_rank.py RANK WORLD PORT ADDRESS ROOT LAYOUT,... MORTAL DEATH`. MORTAL: whether a rank dies; DEATH: how this
-one does, or none. The service is a `publication_server`. Saves the whole tensors of each layout, gathered for the test
-alone, in ROOT.
+The service is a `publication_server`. Ranks are forked from a process that has imported this file, since torch takes
+seconds.
 """
 
 import asyncio
 import os
 import signal
-import sys
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +40,7 @@ def die(*_) -> None:
 class WireClient:
     """A client of a `publication_server`."""
 
-    def __init__(self, address: str, rank: int, death: str):
+    def __init__(self, address: str, rank: int, death: str | None):
         self._address, self._rank, self._death = address, rank, death
 
     async def own_slots(self) -> str:
@@ -140,38 +139,53 @@ def gathered(layout: str, held, rank: int, world: int) -> dict:
     return found
 
 
-def main() -> None:
-    rank, world, port = map(int, sys.argv[1:4])
-    address, root, layouts = sys.argv[4], Path(sys.argv[5]), sys.argv[6].split(",")
-    timeout_s, death = TIMEOUT_S[sys.argv[7] == "mortal"], sys.argv[8]
-    publishing.Slots = lambda service: Slots(service, root)
+@dataclass(frozen=True)
+class Ranks:
+    """What all ranks of a trainer know. `address`: of the service. `mortal`: whether one of them dies.
+
+    The whole tensors of each layout, gathered for the test alone, are saved in `root`, and so is what a rank says.
+    """
+
+    world: int
+    port: int
+    address: str
+    root: Path
+    layouts: tuple[str, ...]
+    mortal: bool
+
+    def said(self, rank: int) -> Path:
+        return self.root / f"rank-{rank}.txt"
+
+
+def main(ranks: Ranks, rank: int, death: str | None) -> None:
+    """Publishes each layout. `death`: where this rank dies."""
+    publishing.Slots = lambda service: Slots(service, ranks.root)
     publishing.this_node = lambda: "here"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    client = WireClient(address, rank, death)
+    torch.set_num_threads(1)
+    group = {"rank": rank, "world_size": ranks.world, "init_method": f"tcp://127.0.0.1:{ranks.port}"}
+    dist.init_process_group("gloo", **group)
+    client = WireClient(ranks.address, rank, death)
     if death == "manifest":
         publishing.PublishingRank._write = die
     if death == "staging":
         real = PieceFiles.write
         PieceFiles.write = lambda self, *given: (real(self, *given), die())
-    for number, layout in enumerate(layouts, 1):
-        held = held_by(layout, rank, world)
+    for number, layout in enumerate(ranks.layouts, 1):
+        held = held_by(layout, rank, ranks.world)
         dist.barrier()
         if rank:
             time.sleep(0.5)  # rank 0 leads
         if death == "before":
             die()
-        try:
-            loaded = publishing.publish(number, held, client=client, timeout_s=timeout_s)
-            print(f"loaded {loaded.version} {loaded.digest}", flush=True)
-        except ValueError as error:
-            print(f"refused {error}", flush=True)
-            os._exit(0)  # no peer is there for the group's own end
-        whole = gathered(layout, held, rank, world)
+        with ranks.said(rank).open("a") as said:
+            try:
+                loaded = publishing.publish(number, held, client=client, timeout_s=TIMEOUT_S[ranks.mortal])
+                print(f"loaded {loaded.version} {loaded.digest}", file=said)
+            except ValueError as error:
+                print(f"refused {error}", file=said, flush=True)
+                os._exit(0)  # no peer is there for the group's own end
+        whole = gathered(layout, held, rank, ranks.world)
         if rank == 0:
-            save_file({name: tensor.clone() for name, tensor in whole.items()}, root / f"{layout}.safetensors")
+            save_file({name: tensor.clone() for name, tensor in whole.items()}, ranks.root / f"{layout}.safetensors")
     dist.barrier()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,10 @@
 """Real ranks over gloo publish what they hold: pieces are the whole to the bit, and a killed rank costs one version."""
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -13,8 +12,7 @@ from safetensors.torch import load_file
 from tailrace.deployments.staging.slots import Slots, memory_source
 from tailrace.deployments.staging.stage import Stage
 from trainers.publication_server import PublicationServer
-
-SCRIPT = Path(__file__).parent / "publishing_rank.py"
+from trainers.publishing_rank import Ranks, main
 
 
 def free_port() -> int:
@@ -23,24 +21,35 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["trainers.publishing_rank"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def path_of_the_process_that_forks():
+    """It is started with the environment alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        yield
+
+
 def run_ranks(server, root, layouts: str, world: int, death: tuple[int, str] | None = None) -> list[str]:
-    """What each rank has printed; empty for one that was killed. None hangs."""
-    port, mortal = free_port(), "mortal" if death else "immortal"
-    deaths = [death[1] if death and death[0] == rank else "none" for rank in range(world)]
-    shared = [str(each) for each in (world, port, server.address, root, layouts, mortal)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), *shared, deaths[rank]],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]  # fmt: skip
+    """What each rank has said; empty for one that was killed. None hangs."""
+    ranks = Ranks(world, free_port(), server.address, root, tuple(layouts.split(",")), death is not None)
+    mortal, where = death or (None, None)
+    running = [
+        FORKS.Process(target=main, args=(ranks, rank, where if rank == mortal else None)) for rank in range(world)
+    ]
+    for one in running:
+        one.start()
     try:
-        return [rank.communicate(timeout=240)[0].strip() for rank in ranks]
+        for one in running:
+            one.join(240)
+            assert one.exitcode is not None, "it hangs"
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for one in running:
+            one.kill()
+    return [ranks.said(rank).read_text().strip() if ranks.said(rank).exists() else "" for rank in range(world)]
 
 
 def digest_of(tensors: dict, root) -> str:
@@ -88,5 +97,5 @@ def test_a_killed_rank_ends_its_version_by_name_or_is_needed_no_more(tmp_path, r
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_while_engines_load_changes_nothing(tmp_path, rank):
     server = PublicationServer(lambda version: os.kill(server.pids[rank], signal.SIGKILL))
-    said = run_ranks(server, tmp_path, "fsdp", 2, (rank, "none"))
+    said = run_ranks(server, tmp_path, "fsdp", 2, (rank, None))
     assert said[rank] == "" and said[1 - rank].startswith("loaded 1 ")
