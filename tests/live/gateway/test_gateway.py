@@ -258,7 +258,7 @@ def test_a_service_sleeps_in_the_middle_of_a_request_and_says_what_it_holds(addr
         assert token in kept and 1 <= len(kept) <= 20
 
 
-@pytest.mark.parametrize("killed", ["#Coordinator#", "#Gateway#"])
+@pytest.mark.parametrize("killed", [pytest.param("#Coordinator#", marks=pytest.mark.long), "#Gateway#"])
 def test_requests_in_flight_outlive_a_killed(address, killed):
     url, client = address
     over_http = Client(url, TOKENS["evaluator"])

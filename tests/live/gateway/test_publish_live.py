@@ -50,6 +50,7 @@ def test_ranks_publish_what_one_process_would_send(client, tiny_model, tmp_path,
     assert {used for _, used in tokens(client, f"after-{layout}")} == {version}
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_its_version_alone(client, tiny_model):
     version = client.status_blocking().weights_version
     before = tokens(client, "before-kill")

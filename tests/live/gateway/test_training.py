@@ -52,6 +52,7 @@ def by_turns(client, tiny_model, tmp_path_factory):
     return trained(client, tiny_model, tmp_path_factory.mktemp("sync") / "run", mode="sync")
 
 
+@pytest.mark.long
 def test_overlap_on_shared_cores_has_the_bits_of_turns(client, tiny_model, tmp_path, by_turns):
     shared = {"shares_cores": True, "max_held_gradients": 2}
     rows = trained(client, tiny_model, tmp_path / "run", mode="overlap", trainer=shared)
