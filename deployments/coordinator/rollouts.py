@@ -253,6 +253,8 @@ class Rollouts:
         if not self._engines.settled:
             return
         heard = self._engines.heard()
+        if heard and not self._heard and self.core_holder.finishes and await self.token_log.has_batches():
+            self.weights.spare()
         reports = [one.report for one in heard]
         self.weights.observe(reports)
         calls = self.adapters.observe(reports)
@@ -292,10 +294,14 @@ class Rollouts:
         for load in self.weights.loads(asyncio.get_running_loop().time()):
             self.loop.spawn(load).add_done_callback(lambda _: self.loop.look_soon())
         old, new = self.core.replicas.weights_version, self.weights.version
-        if new > old and self.weights.is_confirmed:
+        if self._is_behind():
             self.loop.tell(ev.WeightsChanged(self.loop.now(), new))
             if self.kv_pool_manager is not None and drops_kv(self.core.policies.kv_on_update, old, new):
                 self.kv_pool_manager.retire(old)
+
+    def _is_behind(self) -> bool:
+        """Returns whether the core does not know yet that the weights have changed."""
+        return self.weights.version > self.core.replicas.weights_version and self.weights.is_confirmed
 
     async def _log_tokens(self) -> None:
         """Logs the tokens of earlier weights, if there are new ones or the weights are about to change."""
@@ -381,6 +387,8 @@ class Rollouts:
         batch = await self.batches.prepare(message, delivery)
         if isinstance(batch, Rejected):
             return batch
+        while self.core_holder.finishes and any(spec.begun for spec in batch.specs) and self._is_behind():
+            await self.loop.turn()  # else the core takes older weights for the present ones
         await self.admission.admitted(message.batch_id, lambda: bool(self.batches.core_ids(delivery)))
         events = [batch.submission(self.loop.now())]
         self.admission.exchange_core()

@@ -90,3 +90,22 @@ def test_samples_of_lost_replicas_continue_under_the_newest_weights(play):
         assert sum(map(len, (await old).values())) == 12
 
     play(story, replicas=3, policies=POLICIES)
+
+
+def test_a_new_coordinator_ends_samples_under_the_weights_that_they_began_with(play):
+    async def story(cluster, client):
+        cluster.disk.folders["one"] = "one"
+        expected = await whole(client)
+        old = await under_way(cluster, versions(client, named("old")))
+        await client.update_weights(1, "one")
+        cluster.kill_coordinator()
+        assert not old.done()
+        new = asyncio.ensure_future(versions(client, named("new")))
+        assert (await old, (await new)[1]) == ((expected, {0}), {1})
+        await asyncio.sleep(10.0)
+        assert {r.stepper.weights.version for r in cluster.replicas.values()} == {1}
+        core = cluster.coordinator.rollouts.core
+        assert not core.replicas.kept and not core._drain._each
+        assert cluster.coordinators == 2
+
+    play(story, replicas=3, policies=POLICIES)
