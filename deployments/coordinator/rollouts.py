@@ -42,6 +42,7 @@ from tailrace.deployments.feed.looks import Looks
 from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import ServiceSnapshot
@@ -253,9 +254,9 @@ class Rollouts:
         if not self._engines.settled:
             return
         heard = self._engines.heard()
-        if heard and not self._heard and self.core_holder.finishes and await self.token_log.has_batches():
-            self.weights.spare()
         reports = [one.report for one in heard]
+        if reports and not self._heard and self.core_holder.finishes:
+            await self._find_weights(reports)
         self.weights.observe(reports)
         calls = self.adapters.observe(reports)
         for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):
@@ -294,14 +295,19 @@ class Rollouts:
         for load in self.weights.loads(asyncio.get_running_loop().time()):
             self.loop.spawn(load).add_done_callback(lambda _: self.loop.look_soon())
         old, new = self.core.replicas.weights_version, self.weights.version
-        if self._is_behind():
+        if new > old and self.weights.is_confirmed:
             self.loop.tell(ev.WeightsChanged(self.loop.now(), new))
             if self.kv_pool_manager is not None and drops_kv(self.core.policies.kv_on_update, old, new):
                 self.kv_pool_manager.retire(old)
 
-    def _is_behind(self) -> bool:
-        """Returns whether the core does not know yet that the weights have changed."""
-        return self.weights.version > self.core.replicas.weights_version and self.weights.is_confirmed
+    async def _find_weights(self, reports: list[EngineStats]) -> None:
+        """Has the core know the weights that an earlier coordinator has loaded, before it knows any replica of older
+        ones; these keep them for batches that may come back.
+        """
+        if await self.token_log.has_batches():
+            self.weights.spare()
+        self.weights.observe(reports)
+        self._observe_now(ev.WeightsChanged(self.loop.now(), self.weights.version))
 
     async def _log_tokens(self) -> None:
         """Logs the tokens of earlier weights, if there are new ones or the weights are about to change."""
@@ -387,8 +393,6 @@ class Rollouts:
         batch = await self.batches.prepare(message, delivery)
         if isinstance(batch, Rejected):
             return batch
-        while self.core_holder.finishes and any(spec.begun for spec in batch.specs) and self._is_behind():
-            await self.loop.turn()  # else the core takes older weights for the present ones
         await self.admission.admitted(message.batch_id, lambda: bool(self.batches.core_ids(delivery)))
         events = [batch.submission(self.loop.now())]
         self.admission.exchange_core()

@@ -219,7 +219,9 @@ async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
         history = Path(folder) / "history"
         latency = Random(f"latency/{plan.seed}")
         cluster = SimulatedCluster(plan.size, latency, log_disk, history, plan.odd.culprits())
-        cluster.one_version = log_disk.kind == "sound" and plan.keeps_replicas and finishes(cluster.policies.kv_on_update)
+        cluster.one_version = (
+            log_disk.kind == "sound" and plan.keeps_replicas and finishes(cluster.policies.kv_on_update)
+        )
         return await _play(plan, ledger, cluster)
 
 
