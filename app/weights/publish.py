@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from queue import Queue
 
+from tailrace.app.calls.blocking import blocking
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import WeightsRejected
 from tailrace.app.cluster import connect
@@ -67,7 +68,12 @@ def begin(
     one rank's is enough. `timeout_s`: see TIMEOUT_S. Raises StageRefused, one line, for a tensor that cannot be staged.
     """
     rank, world_size = _place(group)
-    pieces = held_pieces(held)
+    ours = PublishingRank(client or connect(), version, rank, this_node())
+    try:
+        pieces = held_pieces(held)
+    except Exception as error:  # of this rank: the others have to hear of it, and it is raised again
+        blocking(ours.give_up)(error)
+        raise
     part = RankPart(
         world_size=world_size,
         node="",
@@ -76,7 +82,7 @@ def begin(
         pieces=tuple(one.piece for one in pieces),
         score=tuple(score),
     )
-    return Publishing(PublishingRank(client or connect(), version, rank, this_node()), part, pieces)
+    return Publishing(ours, part, pieces)
 
 
 class Publishing:
@@ -120,6 +126,24 @@ class PublishingRank:
 
     async def publish(self, part: RankPart, pieces: list[HeldPiece], staged: Callable[[], None]) -> WeightsLoaded:
         """Joins, stages and waits for the end. `part`: without its node. `staged`: called once tensors may change."""
+        try:
+            return await self._publish(part, pieces, staged)
+        except WeightsRejected:
+            raise
+        except BaseException as error:  # of this rank: the others have to hear of it, and it is raised again
+            await self.give_up(error)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"weights {self.version}: the service does not answer") from error
+            raise
+
+    async def give_up(self, error: BaseException) -> None:
+        """Ends the version on all ranks, also those that have not joined, if the service can be reached."""
+        with contextlib.suppress(Exception):  # the service is unreachable, or the version has ended
+            async with asyncio.timeout(RENEW_S):
+                reason = str(error) if isinstance(error, StageRefused) else one_line(error)
+                await self._call(PublishPhase.FAILED, reason)
+
+    async def _publish(self, part: RankPart, pieces: list[HeldPiece], staged: Callable[[], None]) -> WeightsLoaded:
         slots, status = Slots(await self.client.own_slots()), await self.client.status()
         stage = await asyncio.to_thread(_lead, slots, self.version, (status.weights_version, status.weights_digest))
         renewing = asyncio.create_task(self._renew())
@@ -137,15 +161,6 @@ class PublishingRank:
                     source = await asyncio.to_thread(self._seal, slots, plan, stage, answer)
                     answer = await self._call(PublishPhase.SEALED, source)
                 return answer
-        except WeightsRejected:
-            raise
-        except BaseException as error:  # of this rank: the others have to hear of it, and it is raised again
-            with contextlib.suppress(Exception):  # the service is unreachable, or the version has ended
-                async with asyncio.timeout(RENEW_S):
-                    await self._call(PublishPhase.FAILED, one_line(error))
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"weights {self.version}: the service does not answer") from error
-            raise
         finally:
             renewing.cancel()
             if stage is not None:
