@@ -5,6 +5,9 @@ import asyncio
 from virtual_cluster import under_way
 
 from simulated.test_pause import BATCH, whole
+from tailrace.lab.verification import finished
+from tailrace.lab.verification.finished import certificate, rolled
+from tailrace.policies.families.registry import Policies
 
 POLICIES = {"kv_on_update": "finish", "chunking": {"type": "fixed", "chunk_tokens": 32}}
 
@@ -90,6 +93,19 @@ def test_samples_of_lost_replicas_continue_under_the_newest_weights(play):
         assert sum(map(len, (await old).values())) == 12
 
     play(story, replicas=3, policies=POLICIES)
+
+
+def test_verify_finds_one_version_and_its_tokens_in_each_sample_or_says_what_differs(play, monkeypatch):
+    async def story(cluster, client):
+        cluster.disk.folders |= {"one": "one", "two": "two"}
+        found = certificate(await rolled(client, BATCH, "one"))
+        assert found["identical"] and found["samples"] > 3 and (found["mixed"], found["flips"]) == (0, 0)
+        assert found["compared_tokens"] > 1000
+        monkeypatch.setattr(finished, "Policies", lambda **policies: Policies(**policies | {"kv_on_update": "fresh"}))
+        found = certificate(await rolled(client, BATCH, "two"))
+        assert not found["identical"] and found["mixed"] > 3 and found["flips"] > 3
+
+    play(story, replicas=3)
 
 
 def test_a_new_coordinator_ends_samples_under_the_weights_that_they_began_with(play):
