@@ -42,7 +42,6 @@ from tailrace.deployments.feed.looks import Looks
 from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import ServiceSnapshot
@@ -255,8 +254,9 @@ class Rollouts:
             return
         heard = self._engines.heard()
         reports = [one.report for one in heard]
-        if reports and not self._heard and self.core_holder.finishes:
-            await self._find_weights(reports)
+        if reports and not self._heard and self.core_holder.finishes:  # the core knows no replica of older weights yet
+            await self.weights.find(reports, self.token_log)
+            self._observe_now(ev.WeightsChanged(self.loop.now(), self.weights.version))
         self.weights.observe(reports)
         calls = self.adapters.observe(reports)
         for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):
@@ -299,15 +299,6 @@ class Rollouts:
             self.loop.tell(ev.WeightsChanged(self.loop.now(), new))
             if self.kv_pool_manager is not None and drops_kv(self.core.policies.kv_on_update, old, new):
                 self.kv_pool_manager.retire(old)
-
-    async def _find_weights(self, reports: list[EngineStats]) -> None:
-        """Has the core know the weights that an earlier coordinator has loaded, before it knows any replica of older
-        ones; these keep them for batches that may come back.
-        """
-        if await self.token_log.has_batches():
-            self.weights.spare()
-        self.weights.observe(reports)
-        self._observe_now(ev.WeightsChanged(self.loop.now(), self.weights.version))
 
     async def _log_tokens(self) -> None:
         """Logs the tokens of earlier weights, if there are new ones or the weights are about to change."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.coordinator.weight_scores import WeightScores
 from tailrace.deployments.messages.chunk import WEIGHTS, EngineStats
 from tailrace.deployments.messages.command import CheckWeights, LoadWeights
@@ -81,7 +82,7 @@ class Weights:
         self._engines, self._before, self._kept = engines, before, kept
         self._heard = asyncio.Event()
         self._loading: set[str] = set()
-        self._spared_until_s = float("-inf")  # of the event loop's clock, see `spare`
+        self._spared_until_s = float("-inf")  # of the event loop's clock, see `find`
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> time of the next request, and the pause after it
         self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
         self._asleep: set[str] = set()  # replicas, as last reported
@@ -191,9 +192,13 @@ class Weights:
         for known in set(self._pauses) - self._held.keys():
             del self._pauses[known]
 
-    def spare(self) -> None:
-        """Has replicas keep older weights for SPARED_S: samples that began with them may come back."""
-        self._spared_until_s = asyncio.get_running_loop().time() + SPARED_S
+    async def find(self, reports: list[EngineStats], log: TokenLog) -> None:
+        """Adopts the newest weights that an earlier coordinator has loaded. Replicas keep older ones for SPARED_S, if
+        samples that began with them may come back.
+        """
+        if await log.has_batches():
+            self._spared_until_s = asyncio.get_running_loop().time() + SPARED_S
+        self.observe(reports)
 
     def _is_sparing(self) -> bool:
         return asyncio.get_running_loop().time() < self._spared_until_s
