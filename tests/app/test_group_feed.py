@@ -11,9 +11,9 @@ import pytest
 
 from tailrace.app.train.feed import group_feed
 from tailrace.app.train.feed.group_feed import GroupFeed
-from tailrace.app.train.feed.group_turns import GroupTurns
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.policies.models.group_turns import GroupTurns
 
 SIZE, STEPS, SAMPLES = 4, 24, 2
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tailrace.app.calls import publishing_rank
+from tailrace.app.calls.publishing_rank import PublishingRank
 from tailrace.app.calls.refused import WeightsRejected, accepted
 from tailrace.app.weights import publish as publishing
 from tailrace.app.weights.held_pieces import Slice, held_pieces
-from tailrace.app.weights.publish import PublishingRank
 from tailrace.deployments.coordinator.publications import Publications
 from tailrace.deployments.messages.pieces import PieceEnd, PublishPhase, RankPart
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
@@ -65,9 +66,9 @@ class Site:
 
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "Slots", lambda service: Slots(service, tmp_path))
-    monkeypatch.setattr(publishing, "_in_ray", bytes)
-    monkeypatch.setattr(publishing, "_from_ray", lambda shipped, what: memoryview(shipped))
+    monkeypatch.setattr(publishing_rank, "Slots", lambda service: Slots(service, tmp_path))
+    monkeypatch.setattr(publishing_rank, "_in_ray", bytes)
+    monkeypatch.setattr(publishing_rank, "_from_ray", lambda shipped, what: memoryview(shipped))
 
     def run(story):
         loop = VirtualLoop()
@@ -254,7 +255,7 @@ def test_a_rank_that_is_refused_before_it_joins_ends_the_version_by_name_at_once
 
 
 def test_a_rank_whose_node_cannot_stage_ends_the_version_at_once(play, monkeypatch):
-    lead = publishing._lead
+    lead = publishing_rank._lead
 
     def no_room(slots, version, served):
         if version == 5 and slots.part.exists():
@@ -265,7 +266,7 @@ def test_a_rank_whose_node_cannot_stage_ends_the_version_at_once(play, monkeypat
         first, second = halves()
         one = site.rank(0, 2, first)
         await asyncio.sleep(1.0)
-        monkeypatch.setattr(publishing, "_lead", no_room)
+        monkeypatch.setattr(publishing_rank, "_lead", no_room)
         reasons = await site.ends(one, site.rank(1, 2, second))
         assert reasons == [lost(5, "rank 1: no room"), "no room"]
 
@@ -319,7 +320,7 @@ def test_of_two_nodes_that_may_have_the_stage_one_has_it(play, tmp_path, monkeyp
     there = tmp_path / "there"
     there.mkdir()
     roots = {"app-0": tmp_path, "app-there": there}
-    monkeypatch.setattr(publishing, "Slots", lambda service: Slots("app-0", roots[service]))
+    monkeypatch.setattr(publishing_rank, "Slots", lambda service: Slots("app-0", roots[service]))
 
     async def story(site):
         first, second = halves()

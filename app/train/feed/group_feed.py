@@ -11,10 +11,10 @@ from contextlib import suppress
 from itertools import groupby, product
 from queue import Empty, SimpleQueue
 
-from tailrace.app.train.feed.group_turns import GroupTurns
 from tailrace.app.train.feed.running_step import RunningStep
 from tailrace.app.train.feed.step_feed import Place, StepFeed
 from tailrace.deployments.messages.rollout import GroupResult
+from tailrace.policies.models.group_turns import GroupTurns
 
 LOOK_S = 1.0
 """Seconds between two looks for an error of a rollout; a group that ends is taken at once."""

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tailrace.app.calls import publishing_rank
 from tailrace.app.calls.refused import accepted
 from tailrace.app.weights import publish as publishing
 from tailrace.app.weights.held_pieces import Slice, named_tensors
@@ -144,12 +145,12 @@ def main() -> None:
     rank, world, port = map(int, sys.argv[1:4])
     address, root, layouts = sys.argv[4], Path(sys.argv[5]), sys.argv[6].split(",")
     timeout_s, death = TIMEOUT_S[sys.argv[7] == "mortal"], sys.argv[8]
-    publishing.Slots = lambda service: Slots(service, root)
+    publishing_rank.Slots = lambda service: Slots(service, root)
     publishing.this_node = lambda: "here"
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     client = WireClient(address, rank, death)
     if death == "manifest":
-        publishing.PublishingRank._write = die
+        publishing_rank.PublishingRank._write = die
     if death == "staging":
         real = PieceFiles.write
         PieceFiles.write = lambda self, *given: (real(self, *given), die())

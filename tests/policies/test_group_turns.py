@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from tailrace.app.train.feed.group_turns import GroupTurns
+from tailrace.policies.models.group_turns import GroupTurns
 
 SIZE, STEPS = 8, 40
 
