@@ -107,7 +107,7 @@ class UploadedRanks:
 
     def _joined(self, version: int, rank: int) -> tuple[UploadedRank, asyncio.Task]:
         if (found := self._ranks.get((version, rank))) is None:
-            raise ValueError(f"weights {version}: rank {rank} has not joined it at this gateway; join first")
+            raise ValueError(f"weights {version}: rank {rank} has not joined it here; all its calls go to one gateway")
         return found
 
 

@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused_with_the_field(site):
     odd = {**join, "pieces": [["a", "F33", [4], [0], [4]]]}
     assert refused("/weights/5/join", json=odd).startswith("pieces: a: give a type of safetensors")
     assert refused("/weights/4/join", json=join) == "weights version 4 is not above 4; versions only grow"
-    absent = "weights 5: rank 3 has not joined it at this gateway; join first"
+    absent = "weights 5: rank 3 has not joined it here; all its calls go to one gateway"
     assert refused("/weights/5/loaded", json={"rank": 3}) == absent
     assert refused("/weights/5/failed", json={"rank": 0}).startswith("reason: ")
     assert http.post("/weights/5/join", json=join).json() == {"upload": [0]}
