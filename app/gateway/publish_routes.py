@@ -41,7 +41,14 @@ class RankJoin(RequestBody):
 
     def part(self) -> RankPart:
         pieces = (TensorPiece(TensorForm(*whole), start, extent) for *whole, start, extent in self.pieces)
-        return RankPart(self.world_size, "", False, self.timeout_s, tuple(pieces), self.score)
+        return RankPart(
+            world_size=self.world_size,
+            node="",
+            leads=False,
+            timeout_s=self.timeout_s,
+            pieces=tuple(pieces),
+            score=self.score,
+        )
 
 
 class RankNamed(RequestBody):
