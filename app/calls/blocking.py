@@ -1,7 +1,7 @@
 """Blocking twins of coroutines and async iterators, for drivers without an event loop and for those inside one.
 
 Each call runs on an event loop of a separate thread, so it works from any thread, also from one whose own loop is
-running (which it then blocks). Called by `app.calls.client` alone.
+running (which it then blocks). Called by `app.calls.client` and `app.weights.publish`.
 """
 
 import asyncio

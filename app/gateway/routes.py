@@ -27,6 +27,7 @@ from tailrace.app.gateway.edge.json_body import StrictRoute
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
+from tailrace.app.gateway.publish_routes import add_publishing
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, Wanted
 from tailrace.app.gateway.sglang.routes import add_sglang
@@ -56,6 +57,7 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
     add_tokenizing(app, service)
     add_control(app, service)
     add_adapters(app, service)
+    add_publishing(app, service)
     add_sglang(app, service)
     add_trajectories(app, service, trajectories)
     _add_board(app, service, config)

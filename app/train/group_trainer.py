@@ -41,14 +41,14 @@ class GroupTrainer(GRPOTrainer):
         self,
         feed: StepFeed,
         *,
-        rows_of: Callable[[int], Sequence[dict]],
+        row_of: Callable[[int, int], dict],
         order_of: Callable[[int], Sequence[int]],
         on_policy: bool,
         settings: TrainerConfig,
         before_group: Callable[[bool], None],
     ) -> None:
-        """Sets the source of samples. `rows_of`: returns a step's inputs for reward functions, by place. `order_of`:
-        returns the order of its gradients.
+        """Sets the source of samples. `row_of`: returns the input for reward functions at a step and place.
+        `order_of`: returns the order of a step's gradients.
 
         `before_group`: called before each group, with whether it is the step's last. Raises BadInput if TRL's settings
         have terms of the loss that cannot be computed group by group.
@@ -58,7 +58,7 @@ class GroupTrainer(GRPOTrainer):
                 f"trl: loss_type {self.loss_type} divides by all tokens of a step, which are not known as it begins; "
                 "an entropy bonus or a router's loss would be divided too; use loss_type grpo or dr_grpo with them"
             )
-        self._feed, self._rows_of, self._order_of = feed, rows_of, order_of
+        self._feed, self._row_of, self._order_of = feed, row_of, order_of
         self._on_policy, self._settings = on_policy, settings
         self._before_group = before_group
         self._workers: GradientWorkers | None = None
@@ -80,7 +80,7 @@ class GroupTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch):
         """Starts one group's gradient. Returns the whole step's loss with the last group, and 0 before.
 
-        TRL's own `inputs` are not used: `rows_of` decides which questions a step has.
+        TRL's own `inputs` are not used: `row_of` decides which questions a step has.
         """
         if self._workers is None:
             self._workers = self._workers_on(model)
@@ -121,7 +121,7 @@ class GroupTrainer(GRPOTrainer):
     def _inputs_of(self, place: int) -> dict:
         """Returns the inputs of the loss for a group."""
         self.vllm_generation.group = self._running_step.group(place)
-        row = self._rows_of(self.state.global_step)[place]
+        row = self._row_of(self.state.global_step, place)
         inputs = self._generate_and_score_completions([dict(row) for _ in range(self.num_generations)])
         self._tokens += int(inputs["num_items_in_batch"])
         inputs["num_items_in_batch"] = torch.tensor(self._divisor, device=self.accelerator.device)

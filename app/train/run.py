@@ -2,12 +2,12 @@
 
 A run that is stopped continues from its last checkpoint. Groups that had ended since are read from the folder, and
 tokens are functions of keys, so the weights come out the same; in the mode `bounded`, an update may meet the rest of
-the samples at other places.
+the samples at other places, and in `bounded_groups` samples that are not trained on are made again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from datasets import Dataset
@@ -18,6 +18,7 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import BadInput
 from tailrace.app.model import resolve_model
 from tailrace.app.train.evaluation import HeldOut
+from tailrace.app.train.feed.group_feed import GroupFeed
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.gradients.freed_memory import keep_freed_memory
@@ -28,7 +29,7 @@ from tailrace.app.train.record.accuracy import Accuracy, described
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.record.sent_weights import SentWeights
-from tailrace.app.train.record.stored_groups import ANY_WEIGHTS, StoredGroups
+from tailrace.app.train.record.stored_groups import ANY_WEIGHTS, StoredGroups, store_groups
 from tailrace.app.train.replica_seconds import ReplicaSeconds
 from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.step_recorder import RunFiles, StepRecorder
@@ -109,7 +110,7 @@ class _Run:
         self._feed = self._feed_of(rewards)
         self._trainer.feed_by(
             self._feed,
-            rows_of=self._rows,
+            row_of=self._row,
             order_of=self._order,
             on_policy=lookahead_of(config.mode, config.max_staleness).on_policy,
             settings=config.trainer,
@@ -133,21 +134,29 @@ class _Run:
 
     def _feed_of(self, rewards: StepRewards) -> StepFeed:
         lookahead = lookahead_of(self._config.mode, self._config.max_staleness)
+        of_steps = {
+            "client": self._client,
+            "weights": self._weights,
+            "lookahead": lookahead,
+            "groups_of": self._prompts,
+            "on_group": rewards.begin,
+            "steps": self._config.steps,
+            "seed": self._config.seed,
+        }
+        if self._config.mode is Mode.BOUNDED_GROUPS:
+            return GroupFeed(
+                size=self._config.groups,
+                trained={question for row in self._folder.ledger.rows for question in row.taken},
+                keep=partial(store_groups, self._folder.rollouts),
+                roll_out=self._client.rollout_blocking,
+                **of_steps,
+            )
         stored = StoredGroups(
             self._folder.rollouts,
             self._client.rollout_blocking,
             lambda: self._weights.digest if lookahead.on_policy else ANY_WEIGHTS,
         )
-        return StepFeed(
-            client=self._client,
-            weights=self._weights,
-            lookahead=lookahead,
-            groups_of=self._prompts,
-            roll_out=stored.groups_of,
-            on_group=rewards.begin,
-            steps=self._config.steps,
-            seed=self._config.seed,
-        )
+        return StepFeed(roll_out=stored.groups_of, **of_steps)
 
     def _recorder(self, rewards: StepRewards) -> StepRecorder:
         return StepRecorder(
@@ -174,11 +183,9 @@ class _Run:
             for place, ids in enumerate(self._tokens_of(questions))
         ]
 
-    def _rows(self, step: int) -> list[dict]:
-        return [
-            {"prompt": question.prompt, "step": step, "place": place}
-            for place, question in enumerate(self._questions(step))
-        ]
+    def _row(self, step: int, place: int) -> dict:
+        step, place = self._feed.question_of(step, place)
+        return {"prompt": self._questions(step)[place].prompt, "step": step, "place": place}
 
     def _question_order(self) -> QuestionOrder:
         config = self._config
@@ -188,6 +195,8 @@ class _Run:
         return QuestionOrder(self._task.train, config.groups, config.seed, self._longest, ahead)
 
     def _order(self, step: int) -> tuple[int, ...]:
+        if self._config.mode is Mode.BOUNDED_GROUPS:
+            return tuple(range(self._config.groups))  # as they end
         return self._order_by([question.question_id for question in self._questions(step)], self._longest(step))
 
     def _longest(self, steps: int) -> dict[str, int]:
@@ -209,7 +218,7 @@ class _Run:
         questions = self._task.held_out
         if not questions:
             return
-        if self._config.mode is not Mode.BOUNDED:
+        if lookahead_of(self._config.mode, self._config.max_staleness).drains:
             self._feed.settle()  # samples in flight must have one version
         self._feed.send_weights()
         held_out = HeldOut(

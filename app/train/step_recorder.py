@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.record.checksum import weights_checksum
-from tailrace.app.train.record.ledger import LedgerRow, Seconds
+from tailrace.app.train.record.ledger import LedgerRow, Seconds, Staleness
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.sent_weights import SentWeights, staleness
 from tailrace.app.train.replica_seconds import ReplicaSeconds
@@ -50,7 +50,11 @@ class StepRecorder(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         self._step_s, self._cpu_s = time.monotonic() - self._started, time.process_time() - self._cpu_s
-        self._replica_s = self._replicas.take()
+        self._replica_s, self._rewarded = self._replicas.take(), self._rewards.take()
+        self._staleness = self._staleness_of(state.global_step - 1, self._rewarded)
+        metrics = self._trainer._metrics["train"]  # of TRL's own log, for `report_to`
+        for part, value in self._staleness.model_dump().items():
+            metrics[f"staleness/{part}"].append(value)
         if state.global_step == self._config.steps:
             control.should_save = True
         if control.should_save:
@@ -68,10 +72,16 @@ class StepRecorder(TrainerCallback):
         )
         self._after_step(row.step)
 
+    def _staleness_of(self, updates: int, rewarded: RewardedStep) -> Staleness:
+        """Returns the staleness of a step's samples, which are used after so many updates."""
+        ended_at = {asked: self._feed.ended_at.pop(asked) for asked in rewarded.groups}
+        ended = [ended_at[asked] for asked, of in rewarded.groups.items() for _ in of.samples]
+        samples = [sample for group in rewarded.groups.values() for sample in group.samples]
+        return staleness(self._sent, updates, samples, ended)
+
     def _row(self, step: int, logs: dict) -> LedgerRow:
-        rewarded, mismatch = self._rewards.take(), self._trainer.mismatch
-        samples = [sample for place in sorted(rewarded.groups) for sample in rewarded.groups[place].samples]
-        ended = [self._feed.ended_at[place] for place, of in sorted(rewarded.groups.items()) for _ in of.samples]
+        rewarded, mismatch = self._rewarded, self._trainer.mismatch
+        samples = [sample for group in rewarded.groups.values() for sample in group.samples]
         up, idle, given_back = self._replica_s
         mean, spread = moments(rewarded)
         return LedgerRow(
@@ -80,6 +90,7 @@ class StepRecorder(TrainerCallback):
             groups=self._config.groups,
             samples=len(samples),
             tokens=sum(len(sample.token_ids) for sample in samples),
+            taken=self._feed.taken,
             longest=self._rewards.longest(rewarded),
             reward_mean=mean,
             reward_std=spread,
@@ -88,7 +99,7 @@ class StepRecorder(TrainerCallback):
             groups_without_gradient=self._trainer.groups_without_gradient,
             loss=logs["loss"],
             grad_norm=logs["grad_norm"],
-            staleness=staleness(self._sent, step - 1, samples, ended),
+            staleness=self._staleness,
             logprob_kl=mismatch.kl,
             logprob_difference_max=mismatch.greatest,
             drafted_tokens=sum(sample.drafted_tokens for sample in samples),
@@ -113,6 +124,6 @@ class StepRecorder(TrainerCallback):
 
 def moments(rewarded: RewardedStep) -> tuple[float, float]:
     """Returns mean and standard deviation of a step's rewards; the same bits in whatever order the groups came."""
-    values = [value for place in sorted(rewarded.values) for value in rewarded.values[place]]
+    values = [value for asked in sorted(rewarded.values) for value in rewarded.values[asked]]
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))

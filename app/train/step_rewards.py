@@ -18,10 +18,12 @@ NO_REWARD = 0.0
 
 @dataclass
 class RewardedStep:
-    """Groups of a step with their rewards by place, outcomes, and seconds for which the trainer waited for them."""
+    """Groups of a step with their rewards by question (step and place), outcomes, and seconds for which the trainer
+    waited for them.
+    """
 
-    groups: dict[int, GroupResult] = field(default_factory=dict)
-    values: dict[int, list[float]] = field(default_factory=dict)
+    groups: dict[tuple[int, int], GroupResult] = field(default_factory=dict)
+    values: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
     waited_s: float = 0.0
 
@@ -55,22 +57,22 @@ class StepRewards:
         """Returns the rewards of one group, as TRL's reward function: waits for them, and sends them to the service
         too.
         """
-        started = time.monotonic()
+        started, asked = time.monotonic(), (step[0], place[0])
         with self._lock:
-            group, futures = self._begun.pop((step[0], place[0]))
+            group, futures = self._begun.pop(asked)
         rewards = [future.result() for future in futures]
         values = [NO_REWARD if reward.value is None else reward.value for reward in rewards]
         self._rewarded.waited_s += time.monotonic() - started
         self._client.record_rewards_blocking(group, values)
-        self._rewarded.groups[place[0]], self._rewarded.values[place[0]] = group, values
+        self._rewarded.groups[asked], self._rewarded.values[asked] = group, values
         self._rewarded.outcomes.update(reward.outcome for reward in rewards)
         return values
 
     def longest(self, rewarded: RewardedStep) -> dict[str, int]:
         """Returns the tokens of the longest sample of each question, by its id."""
         return {
-            self._question_of(group.step, place).question_id: max(len(sample.token_ids) for sample in group.samples)
-            for place, group in rewarded.groups.items()
+            self._question_of(*asked).question_id: max(len(sample.token_ids) for sample in group.samples)
+            for asked, group in rewarded.groups.items()
         }
 
     def take(self) -> RewardedStep:

@@ -48,8 +48,10 @@ class TrainConfig(StrictModel):
     samples: int = Field(8, ge=2, description="samples of a question (G)")
     max_tokens: int = Field(64, ge=1, description="of one sample")
     sampling: SamplingParams = SamplingParams()
-    mode: Mode = Field(Mode.OVERLAP, description="sync, overlap, one_step_off or bounded")
-    max_staleness: int = Field(2, ge=1, description="of bounded: updates between a sample's begin and its use")
+    mode: Mode = Field(Mode.OVERLAP, description="sync, overlap, one_step_off, bounded or bounded_groups")
+    max_staleness: int = Field(
+        2, ge=1, description="of bounded and bounded_groups: updates between a sample's begin and its use"
+    )
     order: QuestionOrderName = Field(
         QuestionOrderName.SHUFFLE,
         description="shuffle, or by_length: from the second epoch on, a step's questions had answers of like length",

@@ -9,18 +9,28 @@ Invariant: an update that is refused or breaks off leaves the service under its 
 
 import json
 from base64 import b64encode
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.error import HTTPError
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlencode, urlsplit
 from urllib.request import Request, urlopen
 
 from tailrace.app.calls.refused import WeightsRejected, error_of_status
 from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
+from tailrace.app.weights.held_pieces import held_pieces, rows_of
+from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import WeightsLoaded
+from tailrace.deployments.messages.scores import Score
+from tailrace.deployments.staging.piece_files import checksum_of_piece
 from tailrace.deployments.staging.slots import Slots
+from tailrace.deployments.staging.stage import StageRefused, as_bytes
 
 TIMEOUT_S = 900.0
 """Maximum seconds to wait for an answer: replicas may load for ten minutes."""
+
+
+PIECE_BYTES = 8 << 20
+"""Maximum bytes of an upload, unless one row of a tensor has more: gateways take bodies of 10 MiB by default."""
 
 
 class ServedWeights(NamedTuple):
@@ -39,7 +49,7 @@ class HttpWeights:
         parts = urlsplit(address)
         self._address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
         token = f"{parts.username or ''}:{unquote(parts.password or '')}"
-        self._headers = {"content-type": "application/json"}
+        self._headers = {}
         if parts.password:
             self._headers["authorization"] = f"Basic {b64encode(token.encode()).decode()}"
 
@@ -64,6 +74,38 @@ class HttpWeights:
             staged.drop()  # keeps a sealed stage
         return self.update_weights_blocking(version, str(source)).model_copy(update={"staged_s": staged.seconds})
 
+    def publish_blocking(
+        self, version: int, held: object, rank: int, world_size: int, *, score: Score = (), timeout_s: float = 120.0
+    ) -> WeightsLoaded:
+        """Publishes a version from one of `world_size` ranks, which all call this, each with what it holds: nothing is
+        gathered, and each value is uploaded once. The arguments and the rules are those of `tailrace.weights.publish`.
+
+        Raises WeightsRejected, one line, on every rank, if the version has ended; the former weights then stay.
+        """
+        try:
+            return self._publish(version, held, {"rank": rank, "world_size": world_size, "timeout_s": timeout_s}, score)
+        except (WeightsRejected, PermissionError):
+            raise
+        except Exception as error:  # of this rank: the others have to hear of it, and it is raised again
+            reason = str(error) if isinstance(error, StageRefused) else one_line(error)
+            with suppress(Exception):  # the gateway is unreachable, or the version has ended
+                self._call("POST", f"/weights/{version}/failed", {"rank": rank, "reason": reason})
+            raise
+
+    def _publish(self, version: int, held: object, named: dict, score: Score) -> WeightsLoaded:
+        pieces = [part for one in held_pieces(held) for part in rows_of(one, PIECE_BYTES)]
+        listed = [(*one.piece.tensor, one.piece.start, one.piece.extent) for one in pieces]
+        wanted = self._call("POST", f"/weights/{version}/join", {**named, "score": list(score), "pieces": listed})[
+            "upload"
+        ]
+        for number in wanted:
+            piece, values = pieces[number]
+            _, _, data = as_bytes(str(piece), values)
+            query = {"rank": named["rank"], "number": number, "checksum": checksum_of_piece(piece, data)}
+            self._send("POST", f"/weights/{version}/pieces?{urlencode(query)}", data, "application/octet-stream")
+        found = self._call("POST", f"/weights/{version}/loaded", {"rank": named["rank"]})
+        return WeightsLoaded(version=version, digest=found["weights_digest"], replicas=tuple(found["replicas"]))
+
     def update_weights_blocking(self, version: int, source: str) -> WeightsLoaded:
         """Loads a folder that all nodes of the service see. Raises WeightsRejected; the former weights then stay."""
         self._call("POST", "/update_weights", {"weight_dir": source, "version": version})
@@ -73,8 +115,11 @@ class HttpWeights:
         """Returns the answer. Raises WeightsRejected or PermissionError with the service's reason, OSError if none
         answers.
         """
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(self._address + path, data, self._headers, method=method)
+        return self._send(method, path, None if body is None else json.dumps(body).encode(), "application/json")
+
+    def _send(self, method: str, path: str, data: bytes | memoryview | None, kind: str) -> dict:
+        headers = self._headers | {"content-type": kind}
+        request = Request(self._address + path, None if data is None else bytes(data), headers, method=method)
         try:
             with urlopen(request, timeout=TIMEOUT_S) as answer:
                 return json.load(answer)

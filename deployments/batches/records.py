@@ -300,7 +300,9 @@ class GroupRecord:
     def begun(self) -> tuple[Begun, ...]:
         """The samples that have tokens, as the core expects them."""
         return tuple(
-            Begun(sample.index, sample.tokens, sample.parts[-1].end is ChunkEnd.STOP)
+            Begun(
+                sample.index, sample.tokens, sample.parts[-1].end is ChunkEnd.STOP, sample.segments[-1].weights_version
+            )
             for sample in self.samples
             if sample.tokens
         )

@@ -174,6 +174,10 @@ class TokenLog:
         """Returns the tokens of a batch in order, with their prompt ids. `groups`: all groups of the batch."""
         return await self._within(BULK_S, self._read, batch, groups) or []
 
+    async def has_batches(self) -> bool:
+        """Returns whether an earlier coordinator has left tokens here, of batches that may come back."""
+        return bool(await self._within(TURN_S, lambda: any(self._folder.glob(f"{self._prefix}-*"))))
+
     async def forget(self, batch_id: str) -> None:
         """Deletes the file of a batch that is over, before any other work."""
         self._over.add(batch_id)

@@ -40,6 +40,11 @@ class CoreHolder:
         counts = self.present.counts()
         return counts["waiting"] + counts["running"]
 
+    @property
+    def finishes(self) -> bool:
+        """True if samples of the next core end under the weights that they began with."""
+        return finishes(self._policies.kv_on_update)
+
     def keeps(self, replica_id: str, version: int | None) -> bool:
         """Returns whether a replica keeps older weights for samples that began with them, see `policies.core.drain`.
 

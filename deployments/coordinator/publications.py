@@ -24,6 +24,9 @@ SILENT_S = 30.0
 STALL_S = 2.0
 """Length of a look that shows that this process has stalled: renewals may wait unread."""
 
+NOTHING = RankPart(world_size=1, node="", leads=False, timeout_s=0.0, pieces=())
+"""The part of a rank that gives up before it joins."""
+
 Load = Callable[..., Awaitable[WeightsLoaded | Rejected]]
 """Has the replicas load a version from a source, with its digest and a score."""
 
@@ -159,6 +162,9 @@ class Publications:
         wanted = PublishPhase(phase)
         if wanted is PublishPhase.JOIN:
             return await self._join(version, rank, content)
+        if wanted is PublishPhase.FAILED:
+            opened = self._opened(version, rank, NOTHING)
+            return opened if isinstance(opened, Rejected) else opened.end(f"rank {rank}: {content}")
         publication = self._latest
         if publication is None or publication.version != version or rank not in publication.parts:
             return Rejected(reason=f"weights {version}: rank {rank} has not joined it here; publish a higher version")
@@ -166,8 +172,6 @@ class Publications:
             return publication.outcome.result()
         if wanted is PublishPhase.RENEW:
             return publication.renew(rank)
-        if wanted is PublishPhase.FAILED:
-            return publication.end(f"rank {rank}: {content}")
         return await self._written(publication, wanted, rank, content)
 
     async def _written(self, publication: Publication, phase: PublishPhase, rank: int, content: Any) -> Any:
@@ -180,6 +184,19 @@ class Publications:
         return await publication.first_of(publication.pieces if leads else publication.outcome)
 
     async def _join(self, version: int, rank: int, part: RankPart) -> RankPlan | Rejected:
+        latest = self._opened(version, rank, part)
+        if isinstance(latest, Rejected):
+            return latest
+        if latest.outcome.done() and isinstance(ended := latest.outcome.result(), Rejected):
+            return ended
+        if latest.sealed:
+            return Rejected(reason=f"weights {version}: rank {rank} has sent it twice; it is loaded once")
+        await latest.join(rank, part)
+        plans = await latest.first_of(latest.plans)
+        return plans if isinstance(plans, Rejected) else plans[rank]
+
+    def _opened(self, version: int, rank: int, part: RankPart) -> Publication | Rejected:
+        """Returns the publication of a version, which begins with the first call of any rank; or why there is none."""
         latest = self._latest
         if latest is None or latest.version < version:
             if version <= self._served():
@@ -190,13 +207,7 @@ class Publications:
             self._spawn(latest.watch())
         elif latest.version > version:
             return Rejected(reason=f"weights {version}: rank {rank} is late; others have gone on to {latest.version}")
-        if latest.outcome.done() and isinstance(ended := latest.outcome.result(), Rejected):
-            return ended
-        if latest.sealed:
-            return Rejected(reason=f"weights {version}: rank {rank} has sent it twice; it is loaded once")
-        await latest.join(rank, part)
-        plans = await latest.first_of(latest.plans)
-        return plans if isinstance(plans, Rejected) else plans[rank]
+        return latest
 
     async def _commit(self, publication: Publication, source: MemorySource) -> None:
         score = next((part.score for _, part in sorted(publication.parts.items()) if part.score), ())

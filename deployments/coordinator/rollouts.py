@@ -254,6 +254,9 @@ class Rollouts:
             return
         heard = self._engines.heard()
         reports = [one.report for one in heard]
+        if reports and not self._heard and self.core_holder.finishes:  # the core knows no replica of older weights yet
+            await self.weights.find(reports, self.token_log)
+            self._observe_now(ev.WeightsChanged(self.loop.now(), self.weights.version))
         self.weights.observe(reports)
         calls = self.adapters.observe(reports)
         for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.coordinator.weight_scores import WeightScores
 from tailrace.deployments.messages.chunk import WEIGHTS, EngineStats
 from tailrace.deployments.messages.command import CheckWeights, LoadWeights
@@ -46,6 +47,10 @@ MAX_UNREAD = 64
 PAUSE_S = (0.5, 30.0)
 """Minimum and maximum seconds before a replica whose load has failed is asked again."""
 
+SPARED_S = 12.0
+"""Seconds in which replicas of a new coordinator keep older weights for batches that come back: a client renews each 5
+s, and repeats a broken call sooner.
+"""
 
 HEARD_S = 120.0
 """Maximum seconds to wait for a first report of a replica: an engine may be cut off, and another takes minutes to
@@ -77,6 +82,7 @@ class Weights:
         self._engines, self._before, self._kept = engines, before, kept
         self._heard = asyncio.Event()
         self._loading: set[str] = set()
+        self._spared_until_s = float("-inf")  # of the event loop's clock, see `find`
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> time of the next request, and the pause after it
         self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
         self._asleep: set[str] = set()  # replicas, as last reported
@@ -170,6 +176,8 @@ class Weights:
             elif report.weights_version == self.version and not self.digest:
                 self.digests[self.version] = report.weights_digest
                 self._confirm()
+            elif self._is_sparing():
+                self.digests.setdefault(report.weights_version, report.weights_digest)
         self._held = {
             one.replica_id: (OTHER_WEIGHTS, "") if WEIGHTS in one.asleep else (one.weights_version, one.weights_digest)
             for one in reports
@@ -183,6 +191,17 @@ class Weights:
             self._heard.set()
         for known in set(self._pauses) - self._held.keys():
             del self._pauses[known]
+
+    async def find(self, reports: list[EngineStats], log: TokenLog) -> None:
+        """Adopts the newest weights that an earlier coordinator has loaded. Replicas keep older ones for SPARED_S, if
+        samples that began with them may come back.
+        """
+        if await log.has_batches():
+            self._spared_until_s = asyncio.get_running_loop().time() + SPARED_S
+        self.observe(reports)
+
+    def _is_sparing(self) -> bool:
+        return asyncio.get_running_loop().time() < self._spared_until_s
 
     def loads(self, now: float) -> list[Coroutine]:
         """Returns the loads to start at `now`, in seconds of the event loop's clock."""
@@ -260,7 +279,7 @@ class Weights:
         return not late or (len(late) < len(self._held) and all(map(self._keeps, late)))
 
     def _keeps(self, replica_id: str) -> bool:
-        return self._kept(replica_id, self.version if self.is_confirmed else None)
+        return self._is_sparing() or self._kept(replica_id, self.version if self.is_confirmed else None)
 
     def _is_due(self, replica_id: str, now: float) -> bool:
         return replica_id not in self._loading and self._pauses.get(replica_id, (now, 0.0))[0] <= now

@@ -41,7 +41,7 @@ class PublishPhase(StrEnum):
     STAGED = "staged"  # with a PieceEnd for each piece of the plan; the leader gets all, others the end
     SEALED = "sealed"  # of the leader, with the source; answered with the end
     RENEW = "renew"  # the rank lives
-    FAILED = "failed"  # with the reason, one line
+    FAILED = "failed"  # with the reason, one line; also of a rank that has not joined
 
 
 class RankPart(NamedTuple):

@@ -26,10 +26,11 @@ from tailrace.lab.demo import PROMPTS
 @allow_code_option
 @click.option(
     "--kv-on-update",
-    type=click.Choice(["fresh", "keep"]),
+    type=click.Choice(["fresh", "keep", "finish"]),
     default="fresh",
     show_default=True,
-    help="keep leaves the weights version out of the keys of samples under way: the update check must fail.",
+    help="keep leaves the weights version out of the keys of samples under way: the update check must fail. "
+    "finish: each sample must have one version to its end, and that version's tokens.",
 )
 @click.option(
     "--only", type=click.Choice(["runs", "update"]), default=None, show_default="both", help="One half of the check."
@@ -81,7 +82,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     if only != "runs":
         update = _update(file, batch, kv_on_update, say)
         update["holds"] = update["identical"] or (
-            exactness == "law" and update["samples"] > 0 and not update["old_kv_hit_tokens"]
+            exactness == "law" and update["samples"] > 0 and not (update["old_kv_hit_tokens"] or update.get("mixed"))
         )
         both = {key: result[key] and update[key] for key in ("identical", "holds")}
         result |= {"update": update} | both
@@ -144,11 +145,14 @@ def _update(file, batch, kv_on_update, say) -> dict:
     import tempfile
 
     from tailrace.app.model import perturbed, resolve_model
+    from tailrace.lab.verification import finished
     from tailrace.lab.verification.weights_update import measure
 
     with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as folder:
         say("making other weights")
         weights = perturbed(resolve_model(file.application.args.engine.model), Path(folder) / "other")
+        if kv_on_update == "finish":
+            return finished.measure(file, batch, weights, say)
         return measure(file, batch, weights, kv_on_update, say)
 
 
@@ -162,6 +166,8 @@ def _fail_where_it_differs(result: dict) -> None:
         )
     update = result.get("update")
     if update is not None and not update["holds"]:
+        if mixed := update.get("mixed"):
+            raise Failed(f"{mixed} samples did not end under the weights that they began with")
         at = update["first_difference"]
         where = f"; first at prompt {at['prompt_id']!r}, position {at['position']}" if at else ""
         raise Failed(

@@ -77,6 +77,8 @@ class ResultChecks:
         if list(sample.logprobs) != logprobs or list(sample.raw_logprobs) != [2 * one for one in logprobs]:
             raise Wrong(f"{where}: logprobs are not those of its tokens")
         self._end(group, sample, where)
+        if self._cluster.one_version and len(made_by := {one.weights_version for one in sample.segments}) > 1:
+            raise Wrong(f"{where}: weights {sorted(made_by)} have made it, one after the other")
         if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
             raise Wrong(f"{where}: {problem}")
         if sample.finish_reason is SampleEnd.CANCELLED and batch.batch_id not in ledger.cancels:

@@ -149,6 +149,7 @@ class SimulatedCluster:
         self.version = 0  # of the last coordinator that was killed
         self.forgetful = False  # the next one began while no replica knew the content of that version
         self.defects: list[str] = []  # observations that no run may make
+        self.one_version = False  # True if each sample of a batch has to end under the weights that it began with
         self._up = asyncio.Event()
         self.policies = Policies(**size.policies)
         self.controller = Process("controller")

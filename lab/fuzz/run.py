@@ -26,6 +26,7 @@ from tailrace.lab.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.lab.fuzz.worlds.guests import guests
 from tailrace.lab.fuzz.worlds.plan import MOST_OF_GUESTS, SCARCE_BLOCKS, WorldPlan, Worlds, by_kv, in_lanes, racing
 from tailrace.lab.fuzz.worlds.plan import PLAIN as NO_WORLD
+from tailrace.policies.families.kv_on_update import finishes
 from tailrace.policies.protocol.exactness import Exactness
 
 FAULTS_S = 60.0
@@ -69,6 +70,12 @@ class RunPlan:
     @property
     def all_faults(self) -> tuple[Fault, ...]:
         return self.faults + self.odd.faults
+
+    @property
+    def keeps_replicas(self) -> bool:
+        """True if coordinators alone are lost, and no sample has two turns."""
+        odd = self.odd.raising or self.odd.company or self.size.limits or any(one.singles for one in self.drivers)
+        return not odd and all(fault.kind == "coordinator" for fault in self.all_faults)
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,9 @@ async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
         history = Path(folder) / "history"
         latency = Random(f"latency/{plan.seed}")
         cluster = SimulatedCluster(plan.size, latency, log_disk, history, plan.odd.culprits())
+        cluster.one_version = (
+            log_disk.kind == "sound" and plan.keeps_replicas and finishes(cluster.policies.kv_on_update)
+        )
         return await _play(plan, ledger, cluster)
 
 

@@ -6,9 +6,9 @@ Called by `TrainingHost`.
 
 from collections.abc import Sequence
 
-from tailrace.lab.simulated_training.group_turns import GroupTurns
 from tailrace.lab.simulated_training.learner import Learner, trained_tokens
 from tailrace.lab.simulator.types import WorkloadGroup
+from tailrace.policies.models.group_turns import GroupTurns
 
 
 class GroupLearner(Learner):

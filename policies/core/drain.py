@@ -5,14 +5,15 @@ replicas alone serve, and new samples start on replicas of the newest version. A
 newest weights, once nothing runs there. One is emptied at once, so that new samples need not wait: its chunks continue
 on the others. Later ones are emptied as samples end, so that the rest run no more to a replica than at the change.
 Invariant: the last replica of a version is let go after all of its samples, those between two turns aside. If it is
-lost, they continue under the newest weights. Called by `RolloutCore` alone.
+lost, they continue under the newest weights. Samples that an earlier coordinator has begun have replicas keep their
+weights again. Called by `RolloutCore` alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tailrace.policies.core.fit_queue import STEP_TOKENS
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import RequestBuffer, Sample
+from tailrace.policies.core.request_buffer import Group, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.sample_states import RUNNING, WAITING
 from tailrace.policies.core.scaling import empty, left_tokens
@@ -42,6 +43,20 @@ class Drain:
         samples = len(begun) + sum(map(self._table.running, replicas))
         self._each[old] = max(1, -(-samples // max(1, len(replicas) - 1)))
         return begun
+
+    def resume(self, groups: Iterable[Group]) -> None:
+        """Has replicas keep the older weights of the samples of new groups that an earlier coordinator has begun."""
+        begun = [(group.samples[one.index], one.version) for group in groups if self.on for one in group.spec.begun]
+        for sample, version in begun:
+            sample.first_version = version
+        for version in sorted({version for _, version in begun if version is not None}):
+            if replicas := self._table.keep_weights(version):
+                samples = sum(one.first_version == version for one in self._unended())
+                self._each[version] = max(1, -(-samples // replicas))
+
+    def _unended(self) -> Iterator[Sample]:
+        """Yields the samples that wait or run."""
+        return (one for one in self._buffer.samples.values() if one.state in (WAITING, RUNNING))
 
     def kept_version(self, sample: Sample) -> int | None:
         """Returns the older version under which a waiting sample is to continue, or None for the newest: it has not
@@ -98,8 +113,7 @@ class Drain:
         """Returns whether no sample of a version waits or runs. O(samples), asked of idle replicas."""
         if self._waiting.waiting_at(version) or any(map(self._table.running, self._table.kept[version])):
             return False
-        samples = self._buffer.samples.values()
-        return not any(one.first_version == version and one.state in (WAITING, RUNNING) for one in samples)
+        return not any(one.first_version == version for one in self._unended())
 
     def _shrink(self, version: int) -> None:
         """Empties the cheapest replicas of a version: those with the fewest samples, of these the shortest."""

@@ -125,11 +125,18 @@ class ReplicaTable:
     def change_weights(self, version: int, keep: bool = False) -> None:
         """Changes the current weights. `keep`: replicas that hold them keep them, until `let_go`."""
         old, self.weights_version = self.weights_version, version
-        for replica_id, replica in self._replicas.items() if keep and version != old else ():
-            if replica.version == old:
-                replica.kept = old
-                self.kept.setdefault(old, set()).add(replica_id)
+        if keep and version != old:
+            self.keep_weights(old)
         self._rebuild()
+
+    def keep_weights(self, version: int) -> int:
+        """Has the replicas that hold older weights keep them, until `let_go`. Returns their number."""
+        holders = [one for one in self._replicas.items() if one[1].version == version < self.weights_version]
+        for replica_id, replica in holders:
+            replica.kept = version
+            self.kept.setdefault(version, set()).add(replica_id)
+            self._list(replica_id, replica)
+        return len(holders)
 
     def let_go(self, replica_id: str) -> None:
         """Ends the keeping of older weights on a replica: it is to load the current ones."""

@@ -119,6 +119,7 @@ class RolloutCore:
         groups, added, closed = self._buffer.admit(event)
         batch = self._buffer.batches[event.batch_id]
         self._lengths.admit(batch, groups)
+        self._drain.resume(groups)
         self._unassigned.add(groups)
         self._trajectories.follow(groups, self._buffer.samples)
         for sample in added:

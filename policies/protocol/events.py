@@ -22,11 +22,14 @@ class ChunkEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A sample of which an earlier coordinator has made `tokens` tokens. `stopped`: the last one was a stop token."""
+    """A sample of which an earlier coordinator has made `tokens` tokens. `stopped`: the last one was a stop token.
+    `version`: weights that made it.
+    """
 
     index: int
     tokens: int
     stopped: bool
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

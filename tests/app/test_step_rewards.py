@@ -76,7 +76,7 @@ def test_a_reward_that_failed_counts_nothing_and_is_counted():
     pool.end("q1.4", "a", 0.5)
     assert asked(rewards, 1, 4, 2) == [0.5, 0.0]
     taken = rewards.take()
-    assert taken.outcomes == {"ok": 1, "failed": 1} and taken.values == {4: [0.5, 0.0]}
+    assert taken.outcomes == {"ok": 1, "failed": 1} and taken.values == {(1, 4): [0.5, 0.0]}
     assert rewards.take().values == {}
 
 
@@ -105,4 +105,4 @@ def test_the_longest_sample_of_each_question_is_by_its_name():
         asked(rewards, 1, place, len(texts))
     taken = rewards.take()
     assert rewards.longest(taken) == {"q1.0": 3, "q1.5": 1}
-    assert {place: group.step for place, group in taken.groups.items()} == {0: 1, 5: 1}
+    assert [*taken.groups] == [(1, 0), (1, 5)]

@@ -102,8 +102,8 @@ def test_a_group_waits_for_its_turn_unless_its_gradient_may_be_held():
 
 def test_how_far_ahead_each_mode_goes():
     ahead = {mode: lookahead_of(mode, 3).ahead for mode in Mode}
-    assert ahead == {"sync": 0, "overlap": 0, "one_step_off": 1, "bounded": 3}
-    assert [mode for mode in Mode if not lookahead_of(mode, 3).drains] == ["bounded"]
+    assert ahead == {"sync": 0, "overlap": 0, "one_step_off": 1, "bounded": 3, "bounded_groups": 3}
+    assert [mode for mode in Mode if not lookahead_of(mode, 3).drains] == ["bounded", "bounded_groups"]
 
 
 def test_staleness_is_by_token(tmp_path):

@@ -176,7 +176,7 @@ def test_a_journal_imports_no_code():
 
 def test_begun_samples_are_read_back():
     core = JournaledCore(Policies())
-    spec = ev.GroupSpec("g", 10, 2, 30, begun=(ev.Begun(1, 12, True),))
+    spec = ev.GroupSpec("g", 10, 2, 30, begun=(ev.Begun(0, 9, False, 3), ev.Begun(1, 12, True, 4)))
     core.observe(ev.SamplesSubmitted(0.0, "b", (spec,)))
     core.decide(ev.Tick(0.0))
     journal = read_journal(core.journal().splitlines())

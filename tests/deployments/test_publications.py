@@ -6,15 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tailrace.app.calls import publishing_rank
+from tailrace.app.calls.publishing_rank import PublishingRank
 from tailrace.app.calls.refused import WeightsRejected, accepted
 from tailrace.app.weights import publish as publishing
 from tailrace.app.weights.held_pieces import Slice, held_pieces
-from tailrace.app.weights.publish import PublishingRank
 from tailrace.deployments.coordinator.publications import Publications
 from tailrace.deployments.messages.pieces import PieceEnd, PublishPhase, RankPart
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 from tailrace.deployments.staging.slots import Slots, memory_source
-from tailrace.deployments.staging.stage import Stage
+from tailrace.deployments.staging.stage import Stage, StageRefused
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
 WHOLE = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.arange(5, dtype=np.int8)}
@@ -65,9 +66,9 @@ class Site:
 
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "Slots", lambda service: Slots(service, tmp_path))
-    monkeypatch.setattr(publishing, "_in_ray", bytes)
-    monkeypatch.setattr(publishing, "_from_ray", lambda shipped, what: memoryview(shipped))
+    monkeypatch.setattr(publishing_rank, "Slots", lambda service: Slots(service, tmp_path))
+    monkeypatch.setattr(publishing_rank, "_in_ray", bytes)
+    monkeypatch.setattr(publishing_rank, "_from_ray", lambda shipped, what: memoryview(shipped))
 
     def run(story):
         loop = VirtualLoop()
@@ -231,6 +232,47 @@ def test_a_rank_whose_copy_fails_tells_the_others(play):
     play(story)
 
 
+@pytest.mark.parametrize("others_first", [True, False])
+def test_a_rank_that_is_refused_before_it_joins_ends_the_version_by_name_at_once(play, monkeypatch, others_first):
+    monkeypatch.setattr(publishing, "this_node", lambda: "here")
+    monkeypatch.setattr(publishing, "_place", lambda group: (1, 2))
+    monkeypatch.setattr(publishing, "blocking", lambda call: lambda error: asyncio.ensure_future(call(error)))
+
+    async def story(site):
+        first, second = halves()
+        began_s, other = asyncio.get_running_loop().time(), [site.rank(0, 2, first)] if others_first else []
+        await asyncio.sleep(1.0)
+        with pytest.raises(StageRefused, match="tensor c is a SimpleNamespace of no type"):
+            publishing.begin(5, {**second, "c": SimpleNamespace(shape=(1,))}, client=site)
+        await asyncio.sleep(0.1)
+        expected = lost(5, "rank 1: tensor c is a SimpleNamespace of no type")
+        assert await site.ends(*(other or [site.rank(0, 2, first)])) == [expected]
+        assert asyncio.get_running_loop().time() < began_s + 3 and not site.loads
+        loaded = await site.ends(*(site.rank(i, 2, held, 6) for i, held in enumerate(halves())))
+        assert [one.version for one in loaded] == [6, 6]
+
+    play(story)
+
+
+def test_a_rank_whose_node_cannot_stage_ends_the_version_at_once(play, monkeypatch):
+    lead = publishing_rank._lead
+
+    def no_room(slots, version, served):
+        if version == 5 and slots.part.exists():
+            raise StageRefused("no room")
+        return lead(slots, version, served)
+
+    async def story(site):
+        first, second = halves()
+        one = site.rank(0, 2, first)
+        await asyncio.sleep(1.0)
+        monkeypatch.setattr(publishing_rank, "_lead", no_room)
+        reasons = await site.ends(one, site.rank(1, 2, second))
+        assert reasons == [lost(5, "rank 1: no room"), "no room"]
+
+    play(story)
+
+
 def test_odd_calls_are_refused_in_one_line(play):
     async def story(site):
         first, second = halves()
@@ -278,7 +320,7 @@ def test_of_two_nodes_that_may_have_the_stage_one_has_it(play, tmp_path, monkeyp
     there = tmp_path / "there"
     there.mkdir()
     roots = {"app-0": tmp_path, "app-there": there}
-    monkeypatch.setattr(publishing, "Slots", lambda service: Slots("app-0", roots[service]))
+    monkeypatch.setattr(publishing_rank, "Slots", lambda service: Slots("app-0", roots[service]))
 
     async def story(site):
         first, second = halves()

@@ -141,7 +141,7 @@ def test_tokens_of_older_weights_survive_their_coordinator(tmp_path):
         two = Coordinator(tmp_path, version=1)
         batch = await two.submit(message())
         assert contents(samples_of(batch)) == before
-        assert batch.specs[0].begun == (ev.Begun(0, 3, False), ev.Begun(1, 5, True), ev.Begun(2, 2, False))
+        assert batch.specs[0].begun == (ev.Begun(0, 3, False, 0), ev.Begun(1, 5, True, 0), ev.Begun(2, 2, False, 0))
         ended, *starts = two.turn()
         assert isinstance(ended, EndSample) and (ended.sample_id[-1], ended.end) == ("1", SampleEnd.STOP)
         assert [(start.sample_id[-1], start.start, start.max_tokens) for start in starts] == [("0", 3, 5), ("2", 2, 6)]
@@ -192,7 +192,7 @@ def test_an_old_chunk_that_comes_late_is_appended(tmp_path):
         assert 0 < grown - size < size and one.log.is_complete(1)
         again = await Coordinator(tmp_path, version=1).submit(message())
         assert contents(samples_of(again)) == contents(samples_of(batch))
-        assert again.specs[0].begun[2] == ev.Begun(2, 6, True)
+        assert again.specs[0].begun[2] == ev.Begun(2, 6, True, 0)
 
     asyncio.run(story())
 

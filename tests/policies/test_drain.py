@@ -133,6 +133,39 @@ def test_as_samples_end_the_others_gather_on_fewer_replicas():
     assert kept[1] == 3, "one is let go at the end of its chunks"
 
 
+def resumed(version: int | None, *joined: tuple[str, int]) -> tuple[RolloutCore, list[StartChunk]]:
+    """A new coordinator's core at weights 2, with two begun samples and a new one; and the chunks that it starts."""
+    core = core_of()
+    core.observe(ev.WeightsChanged(0.0, 2))
+    for name, holds in joined:
+        joins(core, name, holds)
+    begun = tuple(ev.Begun(index, 16, False, version) for index in range(2))
+    submit(core, ev.GroupSpec("old", 16, 3, 48, begun=begun))
+    return core, starts(tick(core))
+
+
+def test_samples_that_an_earlier_coordinator_has_begun_end_on_the_replicas_that_hold_their_weights():
+    core, running = resumed(1, ("a", 1), ("b", 2), ("c", 1), ("d", 0))
+    assert {one.sample_id: one.weights_version for one in running} == {"old#0": 1, "old#1": 1, "old#2": 2}
+    assert core.replicas.kept == {1: {"a", "c"}}, "nothing of the weights before them is left"
+    for one in running:
+        ends(core, one)
+    assert {one.sample_id: one.weights_version for one in starts(tick(core))} == {"old#0": 1, "old#1": 1, "old#2": 2}
+    for one in running[:2]:
+        core.observe(ev.SampleCancelled(0.0, one.sample_id))
+    core.observe(ev.BatchCancelled(0.0, "b"))
+    for chunk_id, chunk in list(core._running.chunks.items()):
+        core.observe(ev.ChunkFinished(0.0, chunk_id, 0, ev.ChunkEnd.ABORTED, chunk.weights_version))
+    tick(core)
+    assert not core.replicas.kept and not core._drain._each
+
+
+@pytest.mark.parametrize("version", [0, 2, None])
+def test_begun_samples_whose_weights_no_replica_holds_continue_under_the_newest(version):
+    core, running = resumed(version, ("a", 1), ("b", 2))
+    assert {one.weights_version for one in running} == {2} and len(running) == 3 and not core.replicas.kept
+
+
 def test_a_pause_keeps_the_old_weights():
     core = core_of("a", "b")
     submit(core, ev.GroupSpec("old", 16, 2, 64))

@@ -1,7 +1,8 @@
 """The samples of a run's steps in the order of training, made as far ahead as the mode allows.
 
 Invariant: tokens are functions of the seed, the step, the place of the question, the sample's index and the weights.
-Only in `bounded` does the time of an update decide which weights these are, and then each token's version is known.
+Only in `bounded` and `bounded_groups` does the time of an update decide which weights these are, and then each token's
+version is known.
 """
 
 import os
@@ -16,6 +17,9 @@ from tailrace.app.train.feed.modes import Lookahead
 from tailrace.app.train.feed.running_step import RunningStep
 from tailrace.app.trl.weights_sender import WeightsSender
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
+
+Place = tuple[int, int]
+"""A question of a run: its step, and its place there."""
 
 Groups = Callable[[int], Sequence[PromptGroup]]
 """Prompts of a step, by place; `prompt_id` is the place."""
@@ -46,7 +50,8 @@ class StepFeed:
         self._running: dict[int, RunningStep] = {}
         self._seconds: Counter[str] = Counter()
         self._updates = 0  # of the weights that the service has
-        self.ended_at: dict[int, int] = {}  # of the step that has been trained last, as of `RunningStep`
+        self.ended_at: dict[Place, int] = {}  # of each group: updates that the service had as it ended
+        self.taken: tuple[Place, ...] = ()  # questions of the last step, if they are not those of its number
 
     def begin(self, step: int) -> RunningStep:
         """Sends the trainer's weights, starts all that may start, and returns the step's samples."""
@@ -73,9 +78,13 @@ class StepFeed:
         with self._counting("rollout"):
             running.wait(known)
 
+    def question_of(self, step: int, place: int) -> Place:
+        """Returns which question a step of training has at a place."""
+        return step, place
+
     def end(self, step: int) -> None:
         """Removes a step that has been trained."""
-        self.ended_at = self._running.pop(step).ended_at
+        self.ended_at = {(step, place): at for place, at in self._running.pop(step).ended_at.items()}
 
     def settle(self) -> None:
         """Waits until all samples that have started have ended."""
@@ -102,10 +111,12 @@ class StepFeed:
         finally:
             self._seconds[kind] += time.monotonic() - started
 
-    def _started(self, step: int) -> RunningStep:
+    def _started(self, step: int, places: Sequence[int] | None = None) -> RunningStep:
+        """Starts the samples of a step, or of the questions at these places."""
+        groups = self._groups_of(step)
         batch = RolloutBatch(
             batch_id=f"step-{step}-{os.getpid()}-{uuid4().hex[:6]}",
-            groups=tuple(self._groups_of(step)),
+            groups=tuple(groups if places is None else map(groups.__getitem__, places)),
             step=step,
             seed=self._seed,
             priority=-step,

@@ -33,6 +33,7 @@ class LedgerRow(BaseModel):
     """Steps count from 1. `weights_checksum`: checksum of all parameters after the step. Failed and late rewards count
     as 0.
 
+    `taken`: step and place of the question of each group, in the mode `bounded_groups`; in others they are its own.
     `longest`: tokens of the longest sample of each question, by its id. `groups_without_gradient`: groups whose answers
     all had the same reward; no backward pass was run for them. `trainer_cpu_s`: core seconds of the trainer's process.
     `replica_s`: seconds of engine replicas that were up; `idle_replica_s`: those without an engine step;
@@ -46,6 +47,7 @@ class LedgerRow(BaseModel):
     groups: int
     samples: int
     tokens: int
+    taken: tuple[tuple[int, int], ...] = ()
     longest: dict[str, int]
     reward_mean: float
     reward_std: float

@@ -4,7 +4,7 @@ A file for each step. Its first line names the weights: groups of other weights 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -30,7 +30,7 @@ class StoredGroups:
 
     def groups_of(self, batch: RolloutBatch) -> Iterator[GroupResult]:
         """Yields groups of the batch, the stored ones first."""
-        path, digest = self._folder / f"step-{batch.step:06}.jsonl", self._weights_digest()
+        path, digest = _file_of(self._folder, batch.step), self._weights_digest()
         wanted = {group.prompt_id: (group.token_ids, group.samples) for group in batch.groups}
         stored = {
             group.prompt_id: group
@@ -48,12 +48,21 @@ class StoredGroups:
                     yield group
 
 
+def store_groups(folder: Path, step: int, groups: Iterable[GroupResult]) -> None:
+    """Writes all groups of a step that has been trained."""
+    _write(_file_of(folder, step), ANY_WEIGHTS, groups)
+
+
 def stored_groups(folder: Path) -> list[GroupResult]:
     """Returns all groups of a run, step by step."""
     return [group for path in sorted(folder.glob("step-*.jsonl")) for group in _read(path, ANY_WEIGHTS)]
 
 
-def _write(path: Path, digest: str, groups) -> None:
+def _file_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06}.jsonl"
+
+
+def _write(path: Path, digest: str, groups: Iterable[GroupResult]) -> None:
     lines = [json.dumps({"weights_digest": digest}), *(group.model_dump_json() for group in groups)]
     part = path.with_suffix(".part")
     part.write_text("\n".join(lines) + "\n")

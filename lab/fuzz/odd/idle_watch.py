@@ -40,5 +40,5 @@ class IdleWatch:
         return [  # the reason of one that pauses begins with "its pause" or "its trial"
             f"{self._cluster.coordinators}: {sample.sample_id} {sample.chunks}"
             for sample, reason in why.items()
-            if (sample.home is None or sample.home in idle) and not reason.startswith(fine)
+            if (sample.place is None or sample.place in idle) and not reason.startswith(fine)
         ]

@@ -24,8 +24,8 @@ the weights at about the same time, of a driver that gives updates) it is the sh
 has KV for a few samples, so that others wait. `early`: a driver whose samples end early. `turns`: a driver whose
 samples have turns that come late, twice or too early. `races`: copies of chunks, by other draft methods, on replicas of
 other speeds. `rewards`: a driver whose rewards take seconds. `lanes`: samples have lanes as soon as two answers are
-known. `finish`: samples end under the weights that they began with. `trajectories`: samples of several turns begin as
-KV has room for them, from one to nearly all at once."""
+known. `finish`: samples end under the weights that they began with, also if coordinators alone are lost.
+`trajectories`: samples of several turns begin as KV has room for them, from one to nearly all at once."""
 
 SCARCE_BLOCKS = 26
 """Number of KV blocks of a replica: enough for the longest sample and its chunk."""

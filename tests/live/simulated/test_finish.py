@@ -5,6 +5,9 @@ import asyncio
 from virtual_cluster import under_way
 
 from simulated.test_pause import BATCH, whole
+from tailrace.lab.verification import finished
+from tailrace.lab.verification.finished import certificate, rolled
+from tailrace.policies.families.registry import Policies
 
 POLICIES = {"kv_on_update": "finish", "chunking": {"type": "fixed", "chunk_tokens": 32}}
 
@@ -88,5 +91,37 @@ def test_samples_of_lost_replicas_continue_under_the_newest_weights(play):
             if replica.stepper.weights.version == 0:
                 cluster.kill(name)
         assert sum(map(len, (await old).values())) == 12
+
+    play(story, replicas=3, policies=POLICIES)
+
+
+def test_verify_finds_one_version_and_its_tokens_in_each_sample_or_says_what_differs(play, monkeypatch):
+    async def story(cluster, client):
+        cluster.disk.folders |= {"one": "one", "two": "two"}
+        found = certificate(await rolled(client, BATCH, "one"))
+        assert found["identical"] and found["samples"] > 3 and (found["mixed"], found["flips"]) == (0, 0)
+        assert found["compared_tokens"] > 1000
+        monkeypatch.setattr(finished, "Policies", lambda **policies: Policies(**policies | {"kv_on_update": "fresh"}))
+        found = certificate(await rolled(client, BATCH, "two"))
+        assert not found["identical"] and found["mixed"] > 3 and found["flips"] > 3
+
+    play(story, replicas=3)
+
+
+def test_a_new_coordinator_ends_samples_under_the_weights_that_they_began_with(play):
+    async def story(cluster, client):
+        cluster.disk.folders["one"] = "one"
+        expected = await whole(client)
+        old = await under_way(cluster, versions(client, named("old")))
+        await client.update_weights(1, "one")
+        cluster.kill_coordinator()
+        assert not old.done()
+        new = asyncio.ensure_future(versions(client, named("new")))
+        assert (await old, (await new)[1]) == ((expected, {0}), {1})
+        await asyncio.sleep(10.0)
+        assert {r.stepper.weights.version for r in cluster.replicas.values()} == {1}
+        core = cluster.coordinator.rollouts.core
+        assert not core.replicas.kept and not core._drain._each
+        assert cluster.coordinators == 2
 
     play(story, replicas=3, policies=POLICIES)

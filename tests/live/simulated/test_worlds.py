@@ -69,6 +69,7 @@ SEEDS = {
     ("lanes",): (0,),
     ("lanes", "scarce", "kill", "join"): (2, 3),
     ("finish", "scarce", "overtaking", "kill", "join"): (0, 1),
+    ("finish", "coordinator", "overtaking"): (124, 139),
     ("turns", "trajectories", "scarce"): (1, 4),
 }
 """By the kinds of a run, seeds that find the defects planted in `tests/planted/defects`."""

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tailrace.app.calls import publishing_rank
 from tailrace.app.calls.refused import accepted
 from tailrace.app.weights import publish as publishing
 from tailrace.app.weights.held_pieces import Slice, named_tensors
@@ -159,14 +160,14 @@ class Ranks:
 
 def main(ranks: Ranks, rank: int, death: str | None) -> None:
     """Publishes each layout. `death`: where this rank dies."""
-    publishing.Slots = lambda service: Slots(service, ranks.root)
+    publishing_rank.Slots = lambda service: Slots(service, ranks.root)
     publishing.this_node = lambda: "here"
     torch.set_num_threads(1)
     group = {"rank": rank, "world_size": ranks.world, "init_method": f"tcp://127.0.0.1:{ranks.port}"}
     dist.init_process_group("gloo", **group)
     client = WireClient(ranks.address, rank, death)
     if death == "manifest":
-        publishing.PublishingRank._write = die
+        publishing_rank.PublishingRank._write = die
     if death == "staging":
         real = PieceFiles.write
         PieceFiles.write = lambda self, *given: (real(self, *given), die())

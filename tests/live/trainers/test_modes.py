@@ -14,6 +14,7 @@ from tailrace.app.errors import BadInput, Failed
 from tailrace.app.train.gradients.gradient_order import by_expected_length
 from tailrace.app.train.group_trainer import GroupTrainer, parts
 from tailrace.app.train.record.run_folder import RunFolder
+from tailrace.app.train.record.stored_groups import stored_groups
 from tailrace.app.train.run import train
 from tailrace.app.train.task import TaskConfig, read_task
 from tailrace.lab.training_certificate.driver import backward_order
@@ -143,7 +144,26 @@ def test_bounded_stays_within_its_staleness(small_model, tmp_path):
     assert {batch.weights_version for batch in service.batches} == {None}
 
 
-@pytest.mark.parametrize("mode", ["overlap", "one_step_off", "bounded"])
+def test_groups_are_taken_as_they_end_and_a_stopped_run_trains_on_the_rest(small_model, tmp_path):
+    def stop_after_three(text):
+        if text.startswith("step 3/4"):
+            raise KeyboardInterrupt
+
+    config = config_of(small_model, mode="bounded_groups", groups=3, steps=4, checkpoint_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run", stop_after_three)
+    outcome, service = run(config, tmp_path / "run")
+    taken = [question for row in outcome.rows for question in row.taken]
+    assert sorted(taken) == [(step, place) for step in range(4) for place in range(3)]
+    assert all(len(row.taken) == len(row.longest) == 3 and row.samples == 12 for row in outcome.rows)
+    assert all(row.staleness.max <= 2 for row in outcome.rows)
+    parts = [row.staleness.in_flight + row.staleness.in_queue for row in outcome.rows]
+    assert parts == pytest.approx([row.staleness.mean for row in outcome.rows])
+    stored = [(group.step, int(group.prompt_id)) for group in stored_groups(tmp_path / "run" / "rollouts")]
+    assert stored == taken and service.cancelled == []
+
+
+@pytest.mark.parametrize("mode", ["overlap", "one_step_off", "bounded", "bounded_groups"])
 def test_a_sample_without_an_answer_ends_the_run_with_its_reason(small_model, tmp_path, mode):
     class Failing(StandIn):
         def _sample(self, batch, group, index):

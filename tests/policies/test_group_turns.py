@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from tailrace.lab.simulated_training.group_turns import GroupTurns
+from tailrace.policies.models.group_turns import GroupTurns
 
 SIZE, STEPS = 8, 40
 

@@ -4,7 +4,7 @@ A group's deadline is `ahead` updates after its admission. A group that has ende
 while the steps left can hold all groups with earlier deadlines: none is dropped, and a long answer is late by `ahead`
 updates at most. About half of the bound is admitted and half is left for long answers; sampling of what could become
 too old is withheld, not cancelled. Invariant: groups leave in the order of admission, except those that still run.
-Pure; called by `GroupLearner`.
+Pure; called by `GroupFeed`, and by the simulator's `GroupLearner`.
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ class GroupTurns:
     trained on.
     """
 
-    def __init__(self, size: int, ahead: int):
+    def __init__(self, size: int, ahead: int, version: int = 0):
         self._size, self._ahead, self._most = size, ahead, max(size, size * (1 + ahead) // 2)
-        self.version = self.taken = 0  # `taken`: groups of the present step so far
+        self.version, self.taken = version, 0  # `taken`: groups of the present step so far
         self._deadlines: dict[Hashable, int] = {}  # in order of admission
 
     @property

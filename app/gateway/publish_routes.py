@@ -1,0 +1,96 @@
+"""Routes by which every rank of a trainer publishes its part of a version: `/weights/VERSION/...`, Tailrace's own.
+
+Each rank joins with a list of its pieces, uploads those of the answer once, and waits for the load. Invariant: a
+version is committed once all pieces are there; until then the service keeps its weights. See docs/driver.md.
+"""
+
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Query, Request
+from pydantic import Field, field_validator
+
+from tailrace.app.gateway.edge.fields import Listed, RequestBody
+from tailrace.app.gateway.service import GatewayService
+from tailrace.app.gateway.uploaded_ranks import UploadedRanks
+from tailrace.deployments.coordinator.weights import MAX_VERSION
+from tailrace.deployments.messages.pieces import PublishPhase, RankPart, TensorForm, TensorPiece
+from tailrace.deployments.staging.safetensors_header import ITEM_BYTES
+
+Version = Annotated[int, Path(ge=1, le=MAX_VERSION)]
+Sizes = tuple[Annotated[int, Field(ge=0)], ...]
+
+
+class RankJoin(RequestBody):
+    """`pieces`: name, type (as safetensors names it), shape of the whole, place and extent of each."""
+
+    rank: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    timeout_s: float = Field(120.0, gt=0, le=3600)
+    score: tuple[float, ...] = ()
+    pieces: Annotated[list[tuple[str, str, Sizes, Sizes, Sizes]], Listed]
+
+    @field_validator("pieces")
+    @classmethod
+    def _boxes(cls, value: list) -> list:
+        for name, kind, shape, start, extent in value:
+            if kind not in ITEM_BYTES or not len(shape) == len(start) == len(extent):
+                raise ValueError(
+                    f"{name}: give a type of safetensors, and as many sides to its shape, start and extent"
+                )
+        return value
+
+    def part(self) -> RankPart:
+        pieces = (TensorPiece(TensorForm(*whole), start, extent) for *whole, start, extent in self.pieces)
+        return RankPart(
+            world_size=self.world_size,
+            node="",
+            leads=False,
+            timeout_s=self.timeout_s,
+            pieces=tuple(pieces),
+            score=self.score,
+        )
+
+
+class RankNamed(RequestBody):
+    rank: int = Field(ge=0)
+
+
+class RankFailed(RankNamed):
+    """`reason`: one line."""
+
+    reason: str
+
+
+def add_publishing(app: FastAPI, service: GatewayService) -> None:
+    ranks = UploadedRanks()
+
+    @app.post("/weights/{version}/join")
+    async def join(version: Version, rank: RankJoin, http: Request):
+        """Return the numbers of the pieces that this rank uploads, once all ranks have joined."""
+        client = service.client(http.scope["role"])
+        return {"upload": await ranks.join(client, version, rank.rank, rank.part())}
+
+    @app.post("/weights/{version}/pieces")
+    async def pieces(
+        version: Version,
+        http: Request,
+        rank: Annotated[int, Query(ge=0)],
+        number: Annotated[int, Query(ge=0)],
+        checksum: Annotated[str, Query(max_length=64, description="of the piece, by the rank")],
+    ):
+        """Write one piece: its bytes are the body."""
+        await ranks.upload(version, rank, number, checksum, await http.body())
+        return {"written": number}
+
+    @app.post("/weights/{version}/loaded")
+    async def loaded(version: Version, named: RankNamed):
+        """Return once the replicas hold the version."""
+        found = await ranks.loaded(version, named.rank)
+        return {"weight_version": str(found.version), "weights_digest": found.digest, "replicas": found.replicas}
+
+    @app.post("/weights/{version}/failed")
+    async def failed(version: Version, given: RankFailed, http: Request):
+        """End the version for all ranks, by the name of this one."""
+        client = service.client(http.scope["role"])
+        await client.publishing.run(PublishPhase.FAILED, version, given.rank, " ".join(given.reason.split()))
+        return {"status": "ended"}

@@ -1,0 +1,171 @@
+"""Ranks without Ray publish by HTTP: real requests to a gateway's routes, the coordinator's book, and real files."""
+
+import asyncio
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import uvicorn
+
+from tailrace.app.calls import publishing_rank
+from tailrace.app.calls.refused import WeightsRejected, accepted
+from tailrace.app.gateway import uploaded_ranks
+from tailrace.app.gateway.gateway_config import GatewayConfig
+from tailrace.app.gateway.routes import make_app
+from tailrace.app.gateway.service import GatewayService
+from tailrace.app.weights import over_http
+from tailrace.app.weights.held_pieces import Slice
+from tailrace.app.weights.over_http import HttpWeights
+from tailrace.deployments.coordinator.publications import Publications
+from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.messages.rollout import WeightsLoaded
+from tailrace.deployments.staging.slots import Slots, memory_source
+from tailrace.deployments.staging.stage import Stage, StageRefused
+
+WHOLE = {"a": np.arange(240, dtype=np.float32).reshape(40, 6), "b": np.arange(5, dtype=np.int8), "c": np.float32([[7]])}
+
+
+def halves() -> list[dict]:
+    """Rows of `a` for two ranks, which both have `b`; `c` is of the second."""
+    return [{"a": Slice(WHOLE["a"][:30], (40, 6), (0, 0)), "b": WHOLE["b"]},
+            {"a": Slice(WHOLE["a"][30:], (40, 6), (30, 0)), "b": WHOLE["b"], "c": WHOLE["c"]}]  # fmt: skip
+
+
+class BookClient:
+    """A client of a service that is the coordinator's book, and that records its loads."""
+
+    def __init__(self, root):
+        self.slots, self.loads = Slots("app-0", root), []
+        self.book = Publications(lambda: 4, self._load, asyncio.ensure_future)
+
+    async def _load(self, version, source, digest, score):
+        self.loads.append((version, source, score))
+        return WeightsLoaded(version=version, digest=digest, replicas=("r",))
+
+    async def own_slots(self) -> str:
+        return "app-0"
+
+    async def status(self):
+        return SimpleNamespace(weights_version=4, weights_digest="d")
+
+    @property
+    def publishing(self):
+        return self
+
+    async def run(self, phase, version, rank, content=None):
+        return accepted(await self.book.run(phase, version, rank, content), "publish_weights")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A gateway, its client of the service, and `all_ranks`, which runs a call of each rank side by side."""
+    monkeypatch.setattr(publishing_rank, "Slots", lambda service: Slots(service, tmp_path))
+    monkeypatch.setattr(uploaded_ranks, "this_node", lambda: "here")
+    monkeypatch.setattr(over_http, "PIECE_BYTES", 6 * 4 * 4)  # four rows of `a`
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"trainer {'t' * 16}\n")
+    config, client = GatewayConfig(tokens_file=str(tokens)), BookClient(tmp_path)
+    app = make_app(GatewayService(lambda role: client, config), config)
+    bound = socket.create_server(("127.0.0.1", 0))
+    port, server = bound.getsockname()[1], uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+
+    def rank(number, held, version=5, **more):
+        weights = HttpWeights(f"http://{Role.TRAINER}:{'t' * 16}@127.0.0.1:{port}")
+        try:
+            return weights.publish_blocking(version, held, number, 2, **({"timeout_s": 20} | more))
+        except Exception as error:  # noqa: BLE001 - compared by the test
+            return error
+
+    def all_ranks(*calls):
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return [one.result() for one in [pool.submit(rank, *call[:-1], **call[-1]) for call in calls]]
+
+    yield SimpleNamespace(client=client, all_ranks=all_ranks, root=tmp_path, address=f"http://127.0.0.1:{port}")
+    server.should_exit = True
+    thread.join()
+
+
+def digest_of_one_process(root) -> str:
+    stage = Stage(Slots("alone", root), 5, (0, ""))
+    for name, array in WHOLE.items():
+        stage.add(name, array)
+    return stage.seal().digest
+
+
+def both(version=5, **more) -> list[tuple]:
+    return [(number, held, version, more) for number, held in enumerate(halves())]
+
+
+def test_uploaded_pieces_are_the_weights_that_one_process_would_send(site):
+    found = site.all_ranks(*both(score=(-1.0,)))
+    ((version, source, score),) = site.client.loads
+    assert [(one.version, one.replicas) for one in found] == [(5, ("r",))] * 2
+    assert {one.digest for one in found} == {memory_source(source).digest, digest_of_one_process(site.root)}
+    assert (version, score) == (5, (-1.0,)) and not site.client.slots.part.exists()
+    assert [one.version for one in site.all_ranks(*both(6))] == [6, 6], "and the next one goes on"
+
+
+def test_a_rank_that_does_not_come_or_cannot_stage_is_named_to_the_others(site):
+    (late,) = site.all_ranks((0, halves()[0], 5, {"timeout_s": 1}))
+    assert isinstance(late, WeightsRejected)
+    assert str(late) == "weights 5: rank 1 has not joined within 1 s; the service keeps its weights"
+    other, own = site.all_ranks((0, halves()[0], 6, {}), (1, {"c": SimpleNamespace(shape=())}, 6, {}))
+    assert isinstance(own, StageRefused) and "tensor c is a SimpleNamespace" in str(own)
+    assert str(other).startswith("weights 6: rank 1: tensor c is a SimpleNamespace of no type; the service keeps")
+    assert site.client.loads == []
+    assert [one.version for one in site.all_ranks(*both(7))] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:-1], "weights 5: rank 1: piece 0, a from [30, 0], has 96 bytes, and 95 have come"),
+        (lambda data: bytes(len(data)), "is staged with other bytes"),
+    ],
+)
+def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reason):
+    send = HttpWeights._send
+
+    def sends(self, method, path, data, kind):
+        damaged = kind == "application/octet-stream" and "rank=1&number=0" in path
+        return send(self, method, path, damage(bytes(data)) if damaged else data, kind)
+
+    monkeypatch.setattr(HttpWeights, "_send", sends)
+    found = site.all_ranks(*both(timeout_s=3))
+    assert all(isinstance(one, WeightsRejected) for one in found) and site.client.loads == []
+    assert reason in str(found[1]) and "\n" not in str(found[1])
+    assert not site.client.slots.part.exists()
+
+
+def test_what_does_not_fit_is_refused_with_the_field(site):
+    import httpx
+
+    http = httpx.Client(base_url=site.address, auth=("trainer", "t" * 16))
+
+    def refused(path, **body) -> str:
+        answer = http.post(path, **body)
+        assert answer.status_code == 400
+        return json.loads(answer.text)["error"]["message"]
+
+    piece = ["a", "F32", [4], [0], [4]]
+    join = {"rank": 0, "world_size": 1, "pieces": [piece]}
+    assert "version: Input should be greater than or equal to 1" in refused("/weights/0/join", json=join)
+    odd = {**join, "pieces": [["a", "F33", [4], [0], [4]]]}
+    assert refused("/weights/5/join", json=odd).startswith("pieces: a: give a type of safetensors")
+    assert refused("/weights/4/join", json=join) == "weights version 4 is not above 4; versions only grow"
+    absent = "weights 5: rank 3 has not joined it here; all its calls go to one gateway"
+    assert refused("/weights/5/loaded", json={"rank": 3}) == absent
+    assert refused("/weights/5/failed", json={"rank": 0}).startswith("reason: ")
+    assert http.post("/weights/5/join", json=join).json() == {"upload": [0]}
+    ask = "/weights/5/pieces?rank=0&checksum=x&number="
+    assert refused(ask + "1", content=b"x").startswith("weights 5: rank 0: piece 1 is not to be uploaded")
+    assert http.post(ask + "0", content=bytes(16)).json() == {"written": 0}
+    assert "is staged with other bytes" in refused("/weights/5/loaded", json={"rank": 0})
