@@ -8,6 +8,7 @@ too (`_alone`), samples are free. Invariant: a sample with a home fits there on 
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import numpy as np
 
@@ -139,11 +140,16 @@ class LanePlanner:
         groups = [group for group in batch.groups.values() if group.unended]
         if any(group.home is not None for group in groups):
             return []
-        samples = [s for group in groups for s in group.samples if s.state is RUNNING or s.state is WAITING]
+        alive = [[s for s in group.samples if s.state is RUNNING or s.state is WAITING] for group in groups]
+        samples = list(chain.from_iterable(alive))
         if not samples or not self._is_measured(ready):
             return []
-        made = np.array([s.generated_tokens + (s.streamed_tokens if s.state is RUNNING else 0) for s in samples])
-        view = self._view(now, samples, made, self._left(groups, samples, made), ready)
+        of_group = np.repeat(np.arange(len(groups)), [len(some) for some in alive])
+        streamed = np.array([s.streamed_tokens if s.state is RUNNING else 0 for s in samples])
+        made = np.array([s.generated_tokens for s in samples]) + streamed
+        prompts = np.array([group.spec.prompt_tokens for group in groups])
+        context = prompts[of_group] + np.array([s.outside_tokens for s in samples]) + made
+        view = self._view(now, samples, context, self._left(groups, samples, of_group, made), ready)
         plan = self._policy.plan(view)
         self._due_s = now + max(LOOK_S, self._policy.every * plan.end_s)
         self.end_s = now + plan.end_s
@@ -166,7 +172,7 @@ class LanePlanner:
                 continue
             if sample.state is RUNNING:
                 sample.home = home
-                if sample.last_replica != home:
+                if sample.last_replica != home and gain_s > 0.0:
                     self._move(sample, gain_s)
             elif sample.home != home:
                 before, sample.home = sample.home, home if self.fits(sample, home) else None
@@ -198,7 +204,7 @@ class LanePlanner:
         """
         chunk = self._running.chunks.get(f"{sample.sample_id}:{sample.chunks - 1}")
         performance = self._table.performance(sample.last_replica) if chunk is not None else None
-        if performance is None or chunk.copies or chunk.beaten or sample.cancelled:
+        if performance is None or chunk.aborting or chunk.copies or chunk.beaten or sample.cancelled:
             return
         takes_s = move_s(chunk, performance)
         if gain_s > takes_s and left_s(chunk, performance, self._table.running(chunk.replica_id)) > takes_s:
@@ -207,10 +213,10 @@ class LanePlanner:
     # ---- views ----------------------------------------------------------------------------------------
 
     def _view(
-        self, now: float, samples: list[Sample], made: np.ndarray, left: Remainders, ready: list[str]
+        self, now: float, samples: list[Sample], context: np.ndarray, left: Remainders, ready: list[str]
     ) -> LanesView:
-        """Returns the view of samples that have made `made` tokens, int64[n], as last seen. A sample's replica is where
-        its KV is: it runs there, or is to run there, or ran there last.
+        """Returns the view of samples with contexts of `context` tokens, int64[n], as last seen. A sample's replica is
+        where its KV is: it runs there, or is to run there, or ran there last.
         """
         place = {replica_id: number for number, replica_id in enumerate(ready)}
         chunks = self._running.chunks.values()
@@ -220,7 +226,7 @@ class LanePlanner:
             left=left.mean,
             left_high=left.high,
             drawn=left.drawn,
-            context=np.array([s.group.spec.prompt_tokens + s.outside_tokens for s in samples]) + made,
+            context=context,
             replica=np.array(
                 [place.get(s.last_replica if s.state is RUNNING else s.home or s.last_replica, -1) for s in samples]
             ),
@@ -230,25 +236,25 @@ class LanePlanner:
             chance=table.mean_chance(),
             max_drafts=self._max_drafts,
             told=1.0 if self._policy.sees_truth or self._planned else self._told(samples),
-            reserved_tokens=sum(chunk.max_tokens for chunk in chunks) / len(chunks) / 2 if chunks else 0.0,
+            reserved_tokens=sum([chunk.max_tokens for chunk in chunks]) / len(chunks) / 2 if chunks else 0.0,
         )
 
-    def _left(self, groups: list[Group], samples: list[Sample], made: np.ndarray) -> Remainders:
-        """Returns what is believed of the samples' remainders, or known."""
+    def _left(self, groups: list[Group], samples: list[Sample], of_group: np.ndarray, made: np.ndarray) -> Remainders:
+        """Returns what is believed of the samples' remainders, or known. `of_group`, `made`, int64[n]: index of each
+        sample's group, and its tokens so far.
+        """
         if self._policy.sees_truth:
             truth = np.maximum(np.array([self._truth[sample.sample_id] for sample in samples]) - made, 1.0)
             return Remainders(truth, truth, truth[None])
         self._believe(groups)
-        number = {group: place for place, group in enumerate(groups)}
-        finished = [(tokens, place) for group, place in number.items() for tokens in group.finished_lengths]
-        lengths, of = np.array(finished, np.int64).reshape(-1, 2).T
+        finished = [group.finished_lengths for group in groups]
         levels = np.array([self._levels[group] for group in groups])
         view = BeliefView(
             level_mean=levels[:, 0],
             level_variance=levels[:, 1],
-            finished=lengths,
-            finished_group=of,
-            group=np.array([number[sample.group] for sample in samples]),
+            finished=np.array(list(chain.from_iterable(finished)), np.int64),
+            finished_group=np.repeat(np.arange(len(groups)), [len(some) for some in finished]),
+            group=of_group,
             made=made,
             max_tokens=np.array([sample.max_tokens for sample in samples]),
         )

@@ -219,21 +219,31 @@ class Cutter:
         at `size` and goes on where a line through the last two sizes, or with the lane before's slope, reaches `end_s`.
         """
         count = len(self._key) - begin
+        if count < 2:
+            return 1
         low, high = 1, count + 1  # one that fits, one that does not
         at, before, before_s = max(2, min(size, count)), 0, 0.0
+        cost, speed, left, held = self._cost.seconds, self._speeds[lane], self._left, self._held
+        longest, left_before, held_before = self._key[begin], left[begin], held[begin]
         for turn in range(count):
             if not low < at < high:
                 break
-            took_s = self.seconds(lane, begin, begin + at)
+            end = begin + at
+            took_s = speed * cost(longest, left[end] - left_before, held[end] - held_before, at)
             if before and took_s != before_s:
                 self._slope = (took_s - before_s) / (at - before)
             before, before_s = at, took_s
             step = int((end_s - took_s) / self._slope)
             if took_s <= end_s:
-                low, at = at, max(at + step, at + 1)
+                low, at = at, at + step if step > 1 else at + 1
             else:
-                high, at = at, min(at + step, at - 1)
-            at = (low + high) // 2 if turn % 4 == 3 else min(max(at, low + 1), high - 1)
+                high, at = at, at + step if step < -1 else at - 1
+            if turn % 4 == 3:
+                at = (low + high) // 2
+            elif at <= low:
+                at = low + 1
+            elif at >= high:
+                at = high - 1
         return low
 
 
@@ -242,7 +252,7 @@ def settled(wanted: np.ndarray, bins: np.ndarray, present: np.ndarray, place: np
     bin that are at a replica which needs some stay. `present`: -1 for samples without a replica; `place`: in the order.
     """
     count, replicas = len(wanted), int(max(wanted.max(), present.max())) + 1
-    group = np.unique(bins, return_inverse=True)[1] * replicas
+    group = (bins - bins.min()).astype(np.int64) * replicas
     slots = int(group.max()) + replicas
     need = np.bincount(group + wanted, minlength=slots)
     here = np.where(present >= 0, group + present, -1)

@@ -44,9 +44,10 @@ class LaneCost:
     ):  # fmt: skip
         measured = [one.performance for one in replicas if one.performance is not None]
         chosen = measured[:: max(1, len(measured) // LOOKED_AT)][:LOOKED_AT]
-        steps = np.mean([_steps(one, TOKENS) for one in chosen], axis=0)
+        steps = _steps(chosen, TOKENS).mean(axis=0)
         self.speeds = _speeds([one.performance for one in replicas], steps[:COMPARED])
         self._kv = sum(one.kv_tokens for one in replicas) / len(replicas)
+        self._least_room = 0.1 * self._kv
         self._most_running = sum(one.max_running for one in replicas) / len(replicas)
         self._reserved = reserved_tokens
         chunk_s = float(np.mean([one.chunk_s - one.context_token_s * one.context_tokens for one in chosen]))
@@ -55,7 +56,7 @@ class LaneCost:
         drafts = np.arange(1 + min(max_drafts, MOST_DRAFTS))
         made = np.cumsum(chance**drafts)
         tokens = np.maximum(chunks[:, None] * (1 + drafts), 1.0)
-        steps = np.mean([_steps(one, tokens) for one in chosen], axis=0) + (chunk_s * chunks)[:, None]
+        steps = _steps(chosen, tokens).mean(axis=0) + (chunk_s * chunks)[:, None]
         best = np.argmin((steps + (self._context_s * context_tokens * chunks)[:, None]) / made, axis=1)
         self._step_s = (steps[np.arange(len(chunks)), best] / made[best]).tolist()
         self._share = (1.0 / made[best]).tolist()
@@ -67,7 +68,7 @@ class LaneCost:
         """
         running = count if count < self._most_running else self._most_running
         room = self._kv - self._reserved * running
-        room = max(room, 0.1 * self._kv)
+        room = room if room > self._least_room else self._least_room
         times = longest if longest * self._most_running > total else total / self._most_running
         if times * room < held:
             times = held / room
@@ -83,18 +84,25 @@ class LaneCost:
         return times * step + self._context_s * held * (share[place] + part * (share[place + 1] - share[place]))
 
 
-def _steps(performance: Performance, tokens) -> np.ndarray:
-    """Returns the seconds of steps of this many tokens, above 0, without a chunk's own: f64, of the shape of `tokens`.
+def _steps(performances: Sequence[Performance], tokens) -> np.ndarray:
+    """Returns the seconds of each replica's steps of this many tokens, above 0, without a chunk's own: f64[replicas] of
+    the shape of `tokens`.
 
     As `StepCost.at`, for reports that need not be those of a measured curve.
     """
-    x, y = np.array(performance.step_tokens), np.array(performance.step_seconds)
-    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-    return np.maximum(np.interp(tokens, x, y) + slope * np.maximum(np.asarray(tokens) - x[-1], 0.0), 1e-9)
+    tokens = np.asarray(tokens)
+    most, seconds = tokens.max(), np.empty((len(performances), *tokens.shape))
+    for place, one in enumerate(performances):
+        x, y = one.step_tokens, one.step_seconds
+        seconds[place] = np.interp(tokens, x, y)
+        if most > x[-1]:
+            seconds[place] += (y[-1] - y[-2]) / (x[-1] - x[-2]) * np.maximum(tokens - x[-1], 0.0)
+    return np.maximum(seconds, 1e-9, out=seconds)
 
 
 def _speeds(performances: Sequence[Performance | None], steps: np.ndarray) -> list[float]:
     """Returns each replica's seconds over `steps`, by the first of TOKENS; 1 within LIKE, and of one not measured."""
-    measured = np.array([_steps(one, TOKENS[: len(steps)]) if one is not None else steps for one in performances])
-    speeds = (measured / steps).mean(axis=1)
+    known = [place for place, one in enumerate(performances) if one is not None]
+    speeds = np.ones(len(performances))
+    speeds[known] = (_steps([performances[place] for place in known], TOKENS[: len(steps)]) / steps).mean(axis=1)
     return np.where(np.abs(speeds - 1.0) <= LIKE, 1.0, speeds).tolist()

@@ -20,6 +20,9 @@ from tailrace.policies.protocol.views import BeliefView
 REACH, PER_UNIT = 9.0, 200
 """Range and resolution of the table of survival: at 9 deviations it is 1e-19; the rounding is at most 2 % there."""
 
+MIDDLE = REACH * PER_UNIT + 0.5
+"""Place of a score of 0 in that table, and a half, so that cutting off the fraction rounds."""
+
 PER_DEPTH = 2_000
 """Points of the inverse table for each unit of the root of a survival's negative log: a score is off by 0.003."""
 
@@ -54,14 +57,13 @@ _SCORES_BEYOND = np.interp(-(_DEPTHS**2), _LOG_SURVIVAL[::-1], _SCORES[::-1])
 
 def log_survival(scores: np.ndarray) -> np.ndarray:
     """Returns the log of the standard normal's survival at scores, of their shape."""
-    places = (np.clip(scores, -REACH, REACH) * PER_UNIT + (REACH * PER_UNIT + 0.5)).astype(np.int32)
-    return _LOG_SURVIVAL[places]
+    return _LOG_SURVIVAL.take((scores * PER_UNIT + MIDDLE).astype(np.intp), mode="clip")
 
 
 def score_beyond(log_survivals: np.ndarray) -> np.ndarray:
     """Returns the normal scores with these logs of survival, of their shape: the inverse of `log_survival`."""
-    places = (np.sqrt(np.maximum(-log_survivals, 0.0)) * PER_DEPTH + 0.5).astype(np.int32)
-    return _SCORES_BEYOND[np.minimum(places, len(_SCORES_BEYOND) - 1)]
+    places = np.sqrt(np.maximum(-log_survivals, 0.0)) * PER_DEPTH + 0.5
+    return _SCORES_BEYOND.take(places.astype(np.intp), mode="clip")
 
 
 def normal_scores(count: int) -> np.ndarray:
@@ -185,8 +187,9 @@ def _levels(law: LengthLaw, view: BeliefView, at: np.ndarray) -> tuple[np.ndarra
         weights -= (count * own**2 - 2 * own * total) / (2 * law.within)
     alive = np.flatnonzero(view.made > 1)
     if len(alive):
-        of = view.group[alive]
-        seen = log_survival((at[alive][:, None] - own[of]) / sqrt(law.within))
+        of, unit = view.group[alive], PER_UNIT / sqrt(law.within)
+        places = (unit * at[alive] + MIDDLE)[:, None] - (unit * own).take(of, axis=0)  # as `log_survival`, in one pass
+        seen = _LOG_SURVIVAL.take(places.astype(np.intp), mode="clip")
         first = np.flatnonzero(np.r_[True, of[1:] != of[:-1]])
         weights[of[first]] += np.add.reduceat(seen, first, axis=0)
     weights = np.exp(weights - weights.max(axis=1, keepdims=True))
