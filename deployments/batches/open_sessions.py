@@ -267,6 +267,15 @@ class OpenSessions:
             self._cancel(asked)
         return len(found)
 
+    def end_trajectory(self, name: str, group: str, index: int, is_last: bool) -> None:
+        """Ends the samples of a trajectory. `is_last`: no other one of its group is open, so that the KV of the group's
+        prompts is released once nothing of it runs.
+        """
+        self.cancel(name, group, index)
+        session = self._sessions.get(name)
+        if is_last and session is not None and session.batch is not None:
+            session.batch.expect_no_more(group)
+
     def renew(self, name: str) -> bool:
         """Renews the lease of a session's driver. Returns False if there is no such session."""
         session = self._sessions.get(name)

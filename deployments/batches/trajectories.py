@@ -4,6 +4,7 @@ Invariant: a turn is recorded once. A trajectory is here from its opening until 
 nothing of it is left. Called by the coordinator and its loop.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -33,19 +34,20 @@ class OpenTrajectory:
 
 
 class Trajectories:
-    """`epoch`: this coordinator's name. `now`: returns seconds. `release`: ends the samples of a session, group and
-    index. `send_reward`: as `ContextService.reward`; None without a context.
+    """`epoch`: this coordinator's name. `now`: returns seconds. `release`: `OpenSessions.end_trajectory`.
+    `send_reward`: as `ContextService.reward`; None without a context.
     """
 
     def __init__(
         self,
         epoch: str,
         now: Callable[[], float],
-        release: Callable[[str, str, int], object],
+        release: Callable[[str, str, int, bool], None],
         send_reward: Callable[[str, int, dict[int, float]], object] | None = None,
     ):
         self._epoch, self._now, self._release, self._send_reward = epoch, now, release, send_reward
         self._open: dict[str, OpenTrajectory] = {}
+        self._groups: Counter[tuple[str, str]] = Counter()  # number of them by session and group
 
     def __len__(self) -> int:
         return len(self._open)
@@ -61,6 +63,7 @@ class Trajectories:
         if len(self._open) >= MAX_TRAJECTORIES:
             return Rejected(reason=f"{MAX_TRAJECTORIES} trajectories are open; end some", by=RejectedBy.QUOTA)
         found = self._open[opening.trajectory_id] = OpenTrajectory(opening, self._now() + left_s)
+        self._groups[opening.settings.batch_id, opening.group] += 1
         for turn in turns:
             found.add(turn)
         return None
@@ -89,8 +92,11 @@ class Trajectories:
             for prompt_key in {turn.prompt_key for turn in state.turns}:
                 self._send_reward(prompt_key, state.opening.settings.step, {state.opening.index: reward})
         if (found := self._open.pop(name, None)) is not None:
-            opening = found.opening
-            self._release(opening.settings.batch_id, opening.group, opening.index)
+            place = found.opening.settings.batch_id, found.opening.group
+            self._groups[place] -= 1
+            if is_last := not self._groups[place]:
+                del self._groups[place]
+            self._release(*place, found.opening.index, is_last)
         return state
 
     def sweep(self) -> None:

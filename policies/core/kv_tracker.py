@@ -81,13 +81,15 @@ class KvTracker:
         sample.stored_tokens = 0
         return (ReleaseKv(sample.group.spec.group_id, sample.sample_id, cause, reason),)
 
-    def release_prompt(self, group: Group) -> tuple[ReleaseKv, ...]:
-        """Releases the prompt's KV of an ended group."""
+    def release_prompt(
+        self, group: Group, cause: ReleaseCause = ReleaseCause.ENDED, reason: str = "all samples have ended"
+    ) -> tuple[ReleaseKv, ...]:
+        """Releases the KV of a group's prompt, which no sample needs now."""
         group_id = group.spec.group_id
         if group_id not in self._groups:
             return ()
         del self._groups[group_id]
-        return (ReleaseKv(group_id, None, ReleaseCause.ENDED, "all samples have ended"),)
+        return (ReleaseKv(group_id, None, cause, reason),)
 
     def release_stale(self, sample: Sample) -> tuple[ReleaseKv, ...]:
         """Releases KV of another version than the one that the sample continues with."""
@@ -101,8 +103,11 @@ class KvTracker:
         return [action for sample in list(self._held.values()) for action in self.release_stale(sample)]
 
     def suspend(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """Releases the KV of a suspended trajectory."""
-        return self._release(sample, ReleaseCause.SUSPENDED, "contexts have outgrown the KV: it began last")
+        """Releases the KV of a suspended trajectory, and that of its prompt if no mate needs it."""
+        reason = "contexts have outgrown the KV: it began last"
+        own = self._release(sample, ReleaseCause.SUSPENDED, reason)
+        is_alone = sample.group.unended == 1
+        return own + (self.release_prompt(sample.group, ReleaseCause.SUSPENDED, reason) if is_alone else ())
 
     # ---- use of the pool -----------------------------------------------------------------------------
 

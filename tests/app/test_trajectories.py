@@ -217,7 +217,7 @@ def test_gateways_go_on_with_each_other_s_turns_and_after_a_lost_coordinator(cal
         tree = await other.tree(Role.EVALUATOR, name)
         assert len(rows_of(tree)) == 1 and tree.context(3).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
         ended = await other.end(Role.EVALUATOR, name, 1.0)
-        assert len(ended.turns) == 4 and calls.released == [("http-0-0", "g", 2)] and not len(calls.book)
+        assert len(ended.turns) == 4 and calls.released == [("http-0-0", "g", 2, True)] and not len(calls.book)
         assert calls.rewards == [("k", 0, {2: 1.0})], "the turns' prompt, for the drafts of later epochs"
         for gone in (one, other):
             with pytest.raises(UnknownTrajectory):
@@ -263,7 +263,7 @@ def test_a_turn_is_recorded_once_however_often_it_is_sent(calls):
     calls.seconds += 5.0
     assert calls.book.read(name, state.epoch, 0).opening is None
     calls.book.sweep()
-    assert not len(calls.book) and calls.released == [("http-0-0", "g", 3)]
+    assert not len(calls.book) and calls.released == [("http-0-0", "g", 3, True)]
 
 
 def test_the_number_of_trajectories_is_limited(calls, monkeypatch):

@@ -120,7 +120,8 @@ def test_contexts_that_outgrow_the_kv_suspend_the_newest_trajectory():
     (start,) = of(StartChunk, tick(core, 1.0))
     stored(core, start, 246, end="stop")
     actions = tick(core, 2.0)
-    assert [(a.sample_id, a.cause) for a in of(ReleaseKv, actions)] == [("b#0", ReleaseCause.SUSPENDED)]
+    released = [(a.group_id, a.sample_id) for a in of(ReleaseKv, actions) if a.cause is ReleaseCause.SUSPENDED]
+    assert released == [("b", "b#0"), ("b", None)], "and its prompt's"
     core.observe(ev.SampleReturned(3.0, "b#0", 8, 16, 600.0))
     assert not of(StartChunk, tick(core, 3.0)), "a has what b needs"
     core.observe(ev.SampleCancelled(4.0, "a#0"))

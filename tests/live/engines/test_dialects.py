@@ -38,7 +38,7 @@ class ScriptedAnswers(GatewayService):
         super().__init__(lambda role: SimpleNamespace(trajectories=self), GatewayConfig(tool_parser="hermes"))
         self._model = ServedModel("model", "model", 2_048, prompts, ToolParser("hermes", prompts.tokenizer))
         self._prompts = prompts
-        self.book, self.sampled = Trajectories("epoch", lambda: 0.0, lambda *sample: 0), []
+        self.book, self.sampled = Trajectories("epoch", lambda: 0.0, lambda *sample: None), []
 
     async def generate(self, role, wanted, naming):
         text = ANSWERS[len(self.sampled) % len(ANSWERS)]
