@@ -118,7 +118,7 @@ class OpenBatch(LiveBatch):
             past_lengths=by_epoch(past) if is_new else (),
             open=number + 1 < min(request.of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
             chunk_tokens=request.chunk_tokens,
-            hold_s=request.hold_s,
+            hold_s=request.held_s,
             prediction=prediction_of(prepared.group) if is_new else None,
         )
         return NewSample(group, f"{group.group_id}#{number}", spec)
@@ -152,7 +152,7 @@ class OpenBatch(LiveBatch):
             self._open[group.identity] = group
         else:
             self._open.pop(group.identity, None)
-        sample = SampleRecord(record, request.index, self._key(request), None, now_s, hold_s=request.hold_s)
+        sample = SampleRecord(record, request.index, self._key(request), None, now_s, hold_s=request.held_s)
         record.samples.append(sample)
         self.samples[new.sample_id] = record.samples[-1]
         group.running += 1

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, checked
 from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
@@ -33,8 +34,18 @@ class OpenTrajectory:
         return place
 
 
+class HoldingSessions(Protocol):
+    """See `OpenSessions`."""
+
+    def end_trajectory(self, name: str, group: str, index: int, is_last: bool) -> None: ...
+
+    def call(self, name: str, request: tuple[str, int, int], tool: str) -> None: ...
+
+    def renew(self, name: str) -> bool: ...
+
+
 class Trajectories:
-    """`epoch`: this coordinator's name. `now`: returns seconds. `release`: `OpenSessions.end_trajectory`.
+    """`epoch`: this coordinator's name. `now`: returns seconds. `sessions`: hold the samples between turns.
     `send_reward`: as `ContextService.reward`; None without a context.
     """
 
@@ -42,10 +53,10 @@ class Trajectories:
         self,
         epoch: str,
         now: Callable[[], float],
-        release: Callable[[str, str, int, bool], None],
+        sessions: HoldingSessions,
         send_reward: Callable[[str, int, dict[int, float]], object] | None = None,
     ):
-        self._epoch, self._now, self._release, self._send_reward = epoch, now, release, send_reward
+        self._epoch, self._now, self._sessions, self._send_reward = epoch, now, sessions, send_reward
         self._open: dict[str, OpenTrajectory] = {}
         self._groups: Counter[tuple[str, str]] = Counter()  # number of them by session and group
 
@@ -81,7 +92,13 @@ class Trajectories:
         """Records a turn. Returns its place, or None if the trajectory has ended, or if the turn's parent is numbered
         by another coordinator.
         """
-        return self._open[name].add(turn) if name in self._open and epoch == self._epoch else None
+        found = self._open.get(name)
+        if found is None or epoch != self._epoch:
+            return None
+        if turn.tool:
+            opening = found.opening
+            self._sessions.call(opening.settings.batch_id, (opening.group, opening.index, turn.turn), turn.tool)
+        return found.add(turn)
 
     def end(self, name: str, reward: float | None = None) -> TrajectoryState:
         """Ends a trajectory and releases its KV. Returns all of it. Drafts of later epochs follow those with the better
@@ -96,10 +113,12 @@ class Trajectories:
             self._groups[place] -= 1
             if is_last := not self._groups[place]:
                 del self._groups[place]
-            self._release(*place, found.opening.index, is_last)
+            self._sessions.end_trajectory(*place, found.opening.index, is_last)
         return state
 
     def sweep(self) -> None:
-        """Ends trajectories whose time has passed."""
+        """Ends trajectories whose time has passed. Sessions stay while one of theirs is open."""
+        for session in {session for session, _ in self._groups}:
+            self._sessions.renew(session)
         for name in [name for name, one in self._open.items() if one.ends_s <= self._now()]:
             self.end(name)

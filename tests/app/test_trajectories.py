@@ -162,19 +162,26 @@ class Calls:
     """The calls of one role, over a book in this process; it can be lost."""
 
     def __init__(self):
-        self.seconds, self.released, self.rewards = 0.0, [], []
+        self.seconds, self.released, self.rewards, self.called, self.renewed = 0.0, [], [], [], []
         self.lose()
 
     def lose(self) -> None:
         name = f"epoch-{id(object())}-{self.seconds}"
-        self.book = book.Trajectories(name, self.now, self.release, lambda *reward: self.rewards.append(reward))
+        self.book = book.Trajectories(name, self.now, self, lambda *reward: self.rewards.append(reward))
         self.seconds += 1.0
 
     def now(self) -> float:
         return self.seconds
 
-    def release(self, *sample) -> None:
+    def end_trajectory(self, *sample) -> None:
         self.released.append(sample)
+
+    def call(self, *called) -> None:
+        self.called.append(called)
+
+    def renew(self, session: str) -> bool:
+        self.renewed.append(session)
+        return True
 
     async def open(self, *arguments) -> None:
         turns = arguments[2] if len(arguments) > 2 else ()

@@ -28,6 +28,7 @@ FUNCTION = {"name": "look", "parameters": PARAMETERS}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": %d}}\n</tool_call>'
 ANSWERS = (f"I look.\n{CALL % 1}\n{CALL % 20}", "There is nothing.")
 USER = {"role": "user", "content": "What is there?"}
+NO_SESSIONS = SimpleNamespace(call=lambda *called: None, end_trajectory=lambda *sample: None)
 DIALECTS = ("chats", "messages", "responses", "stored")
 
 
@@ -38,7 +39,7 @@ class ScriptedAnswers(GatewayService):
         super().__init__(lambda role: SimpleNamespace(trajectories=self), GatewayConfig(tool_parser="hermes"))
         self._model = ServedModel("model", "model", 2_048, prompts, ToolParser("hermes", prompts.tokenizer))
         self._prompts = prompts
-        self.book, self.sampled = Trajectories("epoch", lambda: 0.0, lambda *sample: None), []
+        self.book, self.sampled = Trajectories("epoch", lambda: 0.0, NO_SESSIONS), []
 
     async def generate(self, role, wanted, naming):
         text = ANSWERS[len(self.sampled) % len(ANSWERS)]

@@ -195,7 +195,7 @@ def test_another_gateway_goes_on_and_so_does_this_one_after_a_lost_coordinator(p
         messages = await said(client_of(http, trajectory), [user("5")])
         messages = await said(client_of(other, trajectory), [*messages, user("6")])
         messages = await said(client_of(http, trajectory), [*messages, user("7")])
-        cluster.coordinator.rollouts.trajectories = Book("another", lambda: 0.0, lambda *sample: None)
+        cluster.coordinator.rollouts.trajectories = Book("another", lambda: 0.0, cluster.coordinator.rollouts.sessions)
         messages = await said(client_of(http, trajectory), [*messages, user("8")])
         messages = await said(client_of(other, trajectory), [*messages, user("9")])
         body = await rewarded(other, trajectory)
@@ -374,5 +374,49 @@ def test_groups_come_whole_and_a_harness_s_error_is_its_trajectory_s_alone(play)
         assert not len(cluster.coordinator.rollouts.trajectories)
         with pytest.raises(Exception, match="limits"):
             _ = [one async for one in client.trajectory_groups(tasks, never, 1, limits={"turns": 0})]
+
+    play(story)
+
+
+def test_lines_of_a_tree_stay_held_beside_each_other_until_the_trajectory_ends(play):
+    """Far beyond the lease of a session; then nothing of it is left, its prompts' group neither."""
+
+    async def story(cluster, http, other):
+        trajectory = await opened(http, group="task", index=0)
+        client, rollouts = client_of(http, trajectory), cluster.coordinator.rollouts
+        main = [*await said(client, [user("5 6")]), user("7")]
+        side = [*await said(client, [user("8 9")]), user("7")]
+        main = [*await said(client, main), user("8")]
+        await said(client, side)
+        assert rollouts.core.counts()["held"] == 2 == len(rollouts.core.samples()), (
+            "each turn has continued its own line"
+        )
+        await asyncio.sleep(600.0)
+        assert rollouts.core.counts()["held"] == 2 and len(rollouts.sessions) == 1
+        await said(client, main)
+        assert len(rollouts.core.samples()) == 2
+        assert (await rewarded(http, trajectory))["turns"] == 5
+        await asyncio.sleep(3.0)
+        assert not rollouts.core.samples() and not rollouts.core.counts()["batches"]
+
+    play(story, policies={"trajectories": "by_kv"})
+
+
+def test_without_by_kv_a_line_is_held_by_the_gaps_that_were_seen(play):
+    async def story(cluster, http, other):
+        trajectory = await opened(http, group="task", index=0)
+        client, rollouts = client_of(http, trajectory), cluster.coordinator.rollouts
+        messages = await said(client, [user("5 6")])
+        await asyncio.sleep(60.0)
+        assert rollouts.core.counts()["held"] == 1
+        await asyncio.sleep(60.0)
+        assert not rollouts.core.counts()["held"], "ten times the prior of ten seconds"
+        for _ in range(3):
+            messages = await said(client, [*messages, user("7")])
+            await asyncio.sleep(30.0)
+        await said(client, [*messages, user("8")])
+        await asyncio.sleep(200.0)
+        assert rollouts.core.counts()["held"] == 1, "its gaps are longer than the prior"
+        await rewarded(http, trajectory)
 
     play(story)
