@@ -330,3 +330,20 @@ def test_ids_from_paths_are_checked_before_anything_is_asked():
     one = GatewayTrajectories(lambda role: SimpleNamespace())
     for name in ("", "..", "A" * 32, "a" * 31, "a" * 33, "a" * 31 + "\n"):
         assert not asyncio.run(one.is_key(name, b"key"))
+
+
+def test_the_tool_that_a_turn_calls_is_told_and_an_open_trajectory_keeps_its_session(calls):
+    async def story():
+        one = gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest(group="g", index=2, seed=5))
+        tree = await one.tree(Role.EVALUATOR, name)
+        for tool in ("", "grep"):
+            await one._add(Role.EVALUATOR, tree, turn_of(tree.begin([1], ()), [2]).model_copy(update={"tool": tool}))
+        turn = tree.turns[1].turn
+        assert calls.called == [("http-5-0", ("g", 2, turn), "grep")]
+        calls.book.sweep()
+        await one.end(Role.EVALUATOR, name, None)
+        calls.book.sweep()
+        assert calls.renewed == ["http-5-0"]
+
+    asyncio.run(story())
