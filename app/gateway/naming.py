@@ -24,7 +24,9 @@ DRAWN = -1
 
 
 class Naming(NamedTuple):
-    """`index`: index of the first sample of the request. `weights_version`: the only one under which it may begin."""
+    """`index`: index of the first sample of the request. `weights_version`: the only one under which it may begin.
+    `branches`: see SampleRequest.
+    """
 
     seed: int
     step: int
@@ -33,6 +35,7 @@ class Naming(NamedTuple):
     turn: int = 0
     hold_s: int = 0
     weights_version: int | None = None
+    branches: bool = False
 
     @classmethod
     def of(cls, headers: Mapping[str, str], request_seed: int | None) -> "Naming":

@@ -177,6 +177,7 @@ class GatewayService:
                 turn=naming.turn,
                 together=len(wanted.prompts) * wanted.n,
                 hold_s=naming.hold_s,
+                branches=naming.branches,
                 chunk_tokens=wanted.chunk_tokens,
             )
             for prompt in wanted.prompts

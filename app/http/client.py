@@ -10,7 +10,7 @@ tokens. 429 and 503 are asked again after their Retry-After. Raises ConnectionEr
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import httpx
 from pydantic import BaseModel, ConfigDict
@@ -24,6 +24,7 @@ from tailrace.app.http.connections import Connections
 from tailrace.app.http.gateway_connection import GatewayConnection
 from tailrace.app.http.samples import GatewaySamples
 from tailrace.app.http.trajectory import CapturedTrajectory
+from tailrace.app.http.trajectory_groups import Play, Task, TrajectoryGroup, played_groups
 from tailrace.app.http.weights import GatewayWeights, WeightInfo
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, WeightsLoaded
@@ -120,6 +121,21 @@ class Client:
         return CapturedTrajectory(self._connection, await self._connection.ask("POST", "/v1/trajectories", request))
 
     trajectory_blocking = blocking(trajectory)
+
+    def trajectory_groups(
+        self, tasks: Mapping[str, Task], play: Play, samples: int, at_once: int = 64, **request
+    ) -> AsyncIterator[TrajectoryGroup]:
+        """Plays `samples` trajectories of each task; yields each group as its last one ends, in any order.
+
+        `tasks`: by name of the group. `play(trajectory, task)`: runs a harness; returns the reward, or None. An error
+        that it raises is its trajectory's result. `at_once`: maximum number of open trajectories. `request`: as for
+        `trajectory`. Closing the iterator ends all trajectories.
+        """
+
+        def opened(group: str, index: int) -> Awaitable[CapturedTrajectory]:
+            return self.trajectory(group=group, index=index, **request)
+
+        return played_groups(opened, tasks, play, samples, at_once)
 
     # ---- weights -----------------------------------------------------------------------------------
 

@@ -79,11 +79,13 @@ class CapturedTrajectory:
 
     reward_blocking = blocking(reward)
 
-    async def close(self) -> None:
-        """Ends the trajectory without a reward, if it has not ended."""
-        if not self._is_ended:
-            await self._ask("DELETE", "")
-            self._is_ended = True
+    async def close(self) -> TrajectoryRows | None:
+        """Ends the trajectory without a reward. Returns its rows, or None if it has ended."""
+        if self._is_ended:
+            return None
+        found = await self._ask("DELETE", "")
+        self._is_ended = True
+        return found
 
     close_blocking = blocking(close)
 

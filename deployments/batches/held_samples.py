@@ -1,9 +1,11 @@
 """The samples of an open batch between two turns, and which of them a request continues.
 
-Invariant: a sample is here from the end of a turn until it returns or ends; only the last one of a group and index. A
-prompt continues a sample if it begins with all of the sample's context, features included, under the same sampling
-parameters and adapter. Owned by `OpenBatch`.
+Invariant: a sample is here from the end of a turn until it returns or ends; only the last one of a group and index,
+unless it is held without a time: then its branches are here, too. A prompt continues a sample if it begins with all of
+the sample's context, features included, under the same sampling parameters and adapter. Owned by `OpenBatch`.
 """
+
+from math import inf
 
 import numpy as np
 
@@ -17,42 +19,69 @@ from tailrace.policies.protocol.events import SampleReturned
 
 class HeldRecords:
     def __init__(self):
-        self._held: dict[tuple[str, int], tuple[str, SampleRecord]] = {}  # by group name and index
+        self._held: dict[tuple[str, int], dict[str, SampleRecord]] = {}  # by group name and index; by sample id
 
     def hold(self, sample_id: str, sample: SampleRecord) -> None:
-        self._held[_place(sample)] = sample_id, sample
+        beside = self._held.get(_place(sample), {}) if sample.hold_s == inf else {}
+        self._held[_place(sample)] = beside | {sample_id: sample}
 
     def drop(self, sample_id: str, sample: SampleRecord) -> None:
         """Removes a sample that returns or has ended, if it is here."""
-        if self._held.get(_place(sample), ("",))[0] == sample_id:
+        held = self._held.get(_place(sample), {})
+        if held.pop(sample_id, None) is not None and not held:
             del self._held[_place(sample)]
 
     def of(self, name: str | None = None, index: int | None = None) -> list[str]:
-        """Returns the ids of all samples, or of one group's, or of the one with this index."""
+        """Returns the ids of all samples, or of one group's, or of those with this index."""
         if name is not None and index is not None:  # called for each new request, so it does not scan all
-            return [self._held[name, index][0]] if (name, index) in self._held else []
+            return list(self._held.get((name, index), ()))
         return [
             sample_id
-            for (group, of), (sample_id, _) in self._held.items()
+            for (group, of), held in self._held.items()
             if name in (None, group) and index in (None, of)
+            for sample_id in held
         ]
 
     def returning(self, prepared: Prepared, request: SampleRequest, now_s: float) -> SampleReturned | None:
-        """Returns the event by which a request continues its held sample in the core, or None if there is no such
-        sample.
+        """Returns the event by which a request continues a held sample in the core, the one with the longest context,
+        or None if there is no such sample.
         """
-        sample_id, sample = self._held.get((request.group.prompt_id, request.index), ("", None))
-        if sample is None or sample.group.group.sampling != request.group.sampling:
+        held = self._held.get((request.group.prompt_id, request.index), {})
+        found = [
+            (_context_tokens(one), sample_id) for sample_id, one in held.items() if _goes_on(one, prepared, request)
+        ]
+        if not found:
             return None
-        if digest_of(sample.group.adapter) != digest_of(prepared.adapter):
-            return None
-        context = sample.context()
-        if not np.array_equal(context, prepared.token_ids[: len(context)]):
-            return None
-        if not continues(sample.features, prepared.features, len(context)):
-            return None
-        outside_tokens = len(prepared.token_ids) - len(context)
-        return SampleReturned(now_s, sample_id, outside_tokens, prepared.max_tokens, request.hold_s)
+        context_tokens, sample_id = max(found)
+        outside_tokens = len(prepared.token_ids) - context_tokens
+        return SampleReturned(now_s, sample_id, outside_tokens, prepared.max_tokens, request.held_s)
+
+    def nearest(self, prepared: Prepared, request: SampleRequest) -> str | None:
+        """Returns the held sample from which a request branches: the one that it shares the most tokens with."""
+        held = self._held.get((request.group.prompt_id, request.index), {})
+        shared = [(_shared_tokens(one.context(), prepared.token_ids), sample_id) for sample_id, one in held.items()]
+        return max(shared)[1] if shared else None
+
+
+def _goes_on(sample: SampleRecord, prepared: Prepared, request: SampleRequest) -> bool:
+    if sample.group.group.sampling != request.group.sampling:
+        return False
+    if digest_of(sample.group.adapter) != digest_of(prepared.adapter):
+        return False
+    context = sample.context()
+    same = np.array_equal(context, prepared.token_ids[: len(context)])
+    return same and continues(sample.features, prepared.features, len(context))
+
+
+def _context_tokens(sample: SampleRecord) -> int:
+    return len(sample.prompt) + sample.tokens - sample.earlier_tokens
+
+
+def _shared_tokens(one: np.ndarray, other: tuple[int, ...]) -> int:
+    """Returns the length of the common beginning."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != np.asarray(other[:length], one.dtype))
+    return int(differs[0]) if len(differs) else length
 
 
 def _place(sample: SampleRecord) -> tuple[str, int]:

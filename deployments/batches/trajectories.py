@@ -4,9 +4,11 @@ Invariant: a turn is recorded once. A trajectory is here from its opening until 
 nothing of it is left. Called by the coordinator and its loop.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, checked
 from tailrace.deployments.messages.trajectory import TrajectoryOpening, TrajectoryState, TrajectoryTurn
@@ -32,20 +34,31 @@ class OpenTrajectory:
         return place
 
 
+class HoldingSessions(Protocol):
+    """See `OpenSessions`."""
+
+    def end_trajectory(self, name: str, group: str, index: int, is_last: bool) -> None: ...
+
+    def call(self, name: str, request: tuple[str, int, int], tool: str) -> None: ...
+
+    def renew(self, name: str) -> bool: ...
+
+
 class Trajectories:
-    """`epoch`: this coordinator's name. `now`: returns seconds. `release`: ends the samples of a session, group and
-    index. `send_reward`: as `ContextService.reward`; None without a context.
+    """`epoch`: this coordinator's name. `now`: returns seconds. `sessions`: hold the samples between turns.
+    `send_reward`: as `ContextService.reward`; None without a context.
     """
 
     def __init__(
         self,
         epoch: str,
         now: Callable[[], float],
-        release: Callable[[str, str, int], object],
+        sessions: HoldingSessions,
         send_reward: Callable[[str, int, dict[int, float]], object] | None = None,
     ):
-        self._epoch, self._now, self._release, self._send_reward = epoch, now, release, send_reward
+        self._epoch, self._now, self._sessions, self._send_reward = epoch, now, sessions, send_reward
         self._open: dict[str, OpenTrajectory] = {}
+        self._groups: Counter[tuple[str, str]] = Counter()  # number of them by session and group
 
     def __len__(self) -> int:
         return len(self._open)
@@ -61,6 +74,7 @@ class Trajectories:
         if len(self._open) >= MAX_TRAJECTORIES:
             return Rejected(reason=f"{MAX_TRAJECTORIES} trajectories are open; end some", by=RejectedBy.QUOTA)
         found = self._open[opening.trajectory_id] = OpenTrajectory(opening, self._now() + left_s)
+        self._groups[opening.settings.batch_id, opening.group] += 1
         for turn in turns:
             found.add(turn)
         return None
@@ -78,7 +92,13 @@ class Trajectories:
         """Records a turn. Returns its place, or None if the trajectory has ended, or if the turn's parent is numbered
         by another coordinator.
         """
-        return self._open[name].add(turn) if name in self._open and epoch == self._epoch else None
+        found = self._open.get(name)
+        if found is None or epoch != self._epoch:
+            return None
+        if turn.tool:
+            opening = found.opening
+            self._sessions.call(opening.settings.batch_id, (opening.group, opening.index, turn.turn), turn.tool)
+        return found.add(turn)
 
     def end(self, name: str, reward: float | None = None) -> TrajectoryState:
         """Ends a trajectory and releases its KV. Returns all of it. Drafts of later epochs follow those with the better
@@ -89,11 +109,16 @@ class Trajectories:
             for prompt_key in {turn.prompt_key for turn in state.turns}:
                 self._send_reward(prompt_key, state.opening.settings.step, {state.opening.index: reward})
         if (found := self._open.pop(name, None)) is not None:
-            opening = found.opening
-            self._release(opening.settings.batch_id, opening.group, opening.index)
+            place = found.opening.settings.batch_id, found.opening.group
+            self._groups[place] -= 1
+            if is_last := not self._groups[place]:
+                del self._groups[place]
+            self._sessions.end_trajectory(*place, found.opening.index, is_last)
         return state
 
     def sweep(self) -> None:
-        """Ends trajectories whose time has passed."""
+        """Ends trajectories whose time has passed. Sessions stay while one of theirs is open."""
+        for session in {session for session, _ in self._groups}:
+            self._sessions.renew(session)
         for name in [name for name, one in self._open.items() if one.ends_s <= self._now()]:
             self.end(name)

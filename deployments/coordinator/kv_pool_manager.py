@@ -8,9 +8,10 @@ KvMaster actor.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.records import GroupRecord
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import is_own_cancel
 from tailrace.deployments.messages.status import PoolView
@@ -107,21 +108,21 @@ class KvPoolManager:
             self.prefetch(batch_of(action.sample_id), action.sample_id, report.node_id)
 
     def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
-        """Releases a sample's own blocks, or the blocks of its group's prompt. The last of mates that began with the
-        same tokens releases the blocks of these.
+        """Releases a sample's own blocks, or the blocks of its group's prompt. The last of mates and of branches that
+        began with the same tokens releases the blocks of these.
         """
         self._counts[f"releases.{action.cause}"] += 1
         group, sample_id = batch.groups[action.group_id], action.sample_id
         prompt_bytes = len(group.prompt) // max(1, self._block_tokens) * NAME_BYTES
         samples = group.samples if sample_id is None else [batch.samples[sample_id]]
         group.prompt_kv_names.update(sample.kv_names[:prompt_bytes] for sample in samples)
+        others = [names for other in batch.namesakes(action.group_id) for names in _kept_names(other)]
         if sample_id is None:
-            names = b"".join(group.prompt_kv_names)
+            names = b"".join(_own(names, others, 0) for names in group.prompt_kv_names)
             group.prompt_kv_names.clear()
         else:
-            names = samples[0].kv_names
-            others = [mate.kv_names for mate in group.samples if mate is not samples[0]]
-            names = names[max([prompt_bytes, *(_end_of_common(names, mate, prompt_bytes) for mate in others)]) :]
+            others += [mate.kv_names for mate in group.samples if mate is not samples[0]]
+            names = _own(samples[0].kv_names, others, prompt_bytes)
         for sample in samples:
             sample.kv_names = b""
         self._do("release", names)
@@ -267,15 +268,28 @@ class KvPoolManager:
         return answer
 
 
+def _kept_names(group: GroupRecord) -> Iterator[bytes]:
+    """Yields the names of the blocks that a group has not released, from their contexts' first on."""
+    yield from group.prompt_kv_names
+    for sample in group.samples:
+        yield sample.kv_names
+
+
+def _own(names: bytes, others: Iterable[bytes], start: int) -> bytes:
+    """Returns the names from `start` bytes on that none of the others has."""
+    return names[max([start, *(_end_of_common(names, other, start) for other in others)]) :]
+
+
 def _end_of_common(names: bytes, others: bytes, start: int) -> int:
     """Returns where the names of two samples begin to differ, in bytes from `start` on. A name covers all tokens before
     it, so they differ from there on.
     """
-    while (
-        start < min(len(names), len(others)) and names[start : start + NAME_BYTES] == others[start : start + NAME_BYTES]
-    ):
-        start += NAME_BYTES
-    return start
+    low, high = start // NAME_BYTES, min(len(names), len(others)) // NAME_BYTES
+    while low < high:
+        middle = (low + high) // 2
+        place = slice(middle * NAME_BYTES, (middle + 1) * NAME_BYTES)
+        low, high = (middle + 1, high) if names[place] == others[place] else (low, middle)
+    return low * NAME_BYTES
 
 
 def _keys_of(arguments: list) -> int:

@@ -136,7 +136,7 @@ class Rollouts:
             observe=self._observe_now,
         )
         self.deliveries.session_loads = self.sessions.loads
-        self.trajectories = Trajectories(nonce, loop.now, self.sessions.cancel, context and context.reward)
+        self.trajectories = Trajectories(nonce, loop.now, self.sessions, context and context.reward)
         self._heard = False  # True once a replica has reported
         self.contained: Counter[str] = Counter()  # contained errors, by place and kind
         self.unix_s = time.time() - loop.now()  # unix seconds at the clock's 0

@@ -4,6 +4,7 @@ Tokens are a function of seed, step, group, index and turn, as those of a `Rollo
 name; never of the order of requests. Made by `app.calls.session` (requests) and by the coordinator (answers).
 """
 
+from math import inf
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -47,6 +48,16 @@ class SampleRequest(RequestMessage):
     hold_s: float = Field(
         0.0, ge=0.0, le=MAX_HOLD_S, description="seconds for which the sample's KV is held for its next turn; 0: not"
     )
+    branches: bool = Field(
+        False,
+        description="held as `policies.trajectories` says, without `hold_s`; a prompt that does not continue it is a "
+        "branch, beside which it stays held",
+    )
+
+    @property
+    def held_s(self) -> float:
+        """Returns `hold_s` as the core takes it."""
+        return inf if self.branches else self.hold_s
 
     @model_validator(mode="after")
     def _one_sample(self) -> Self:

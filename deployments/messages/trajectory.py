@@ -58,7 +58,7 @@ class TrajectoryTurn(Message):
     sampled tokens. `message`: digest of the answer's message alone; both are empty without messages. `closing`: the
     token that ends the answer, or None. `versions`: (weights version, first token, end) by spans of the answer.
     `reencoded_tokens`: sampled tokens of earlier answers that this prompt has as text encoded again. `response`: of the
-    Responses API, if it is stored.
+    Responses API, if it is stored. `tool`: the first one that the answer calls, or empty.
     """
 
     parent: int | None
@@ -74,6 +74,7 @@ class TrajectoryTurn(Message):
     reencoded_tokens: int
     prompt_key: str
     response: StoredResponse | None = None
+    tool: str = ""
     routed_experts: RoutedExperts | None = None
 
 

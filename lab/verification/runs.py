@@ -60,6 +60,13 @@ class VerificationRun:
     ask: Callable[[RolloutClient, RolloutBatch], Awaitable[list[GroupResult]]] | None = None  # None: as one batch
     clients: int = 0  # of HTTP, which ask in place of the caller's; their results have no raw logprobs
 
+    trajectories: bool = False  # each sample begins a trajectory over HTTP, see `trajectories`
+
+    @property
+    def over_http(self) -> bool:
+        """Returns whether its results are those of HTTP, without raw logprobs."""
+        return bool(self.clients) or self.trajectories
+
     @property
     def kind(self) -> tuple[bool, bool]:
         """Returns the kind of its workload: runs of one kind have the same tokens."""
@@ -87,6 +94,7 @@ WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed"
 NGRAM = MethodProfile("ngram", ((0.0, 1.0), (0.9, 3.0)), (0.4,))
 RACES = {"racing": {"type": "fastest_of_n", "room": 16, "rungs": (*USUAL, NGRAM)}}
 SHRINKS = {"tail": {"type": "consolidate", "after_s": 0.5, "max_slowdown": 9.0}}
+BY_KV = {"trajectories": "by_kv"}
 MOVES, PULLS = ("drafted_tokens", "moved_samples"), ("drafted_tokens", "pulled_tokens")
 FLIPS = (*MOVES, "corrupt_blocks")
 MODEL = {"type": "fixed", "tokens": 8}
@@ -103,6 +111,9 @@ RUNS = (
     VerificationRun("single_requests", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=one_by_one),
     VerificationRun("two_turns", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=in_two_turns),
     VerificationRun("over_http", chunked(32, "fixed", "round_robin"), TWO, (*MOVES, "note"), clients=3),
+    VerificationRun(
+        "trajectories", chunked(32, "fixed") | {"trajectories": "by_kv"}, TWO, ("note",), trajectories=True
+    ),
     VerificationRun("plain_rules", WHOLE | {"drafting": "off"}, TWO, (), ruled=True),
     VerificationRun("moved_rules", chunked(32, "fixed", "round_robin"), TWO, MOVES, ruled=True),
     VerificationRun("coordinator_killed", chunked(23, "fixed"), TWO, disturb=kill_the_coordinator),

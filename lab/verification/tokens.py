@@ -37,6 +37,7 @@ from tailrace.lab.verification.over_http import over_http
 from tailrace.lab.verification.restarted_head import roll_over_restart
 from tailrace.lab.verification.ruled import ruled
 from tailrace.lab.verification.runs import RUNS, SHOWN, VerificationRun
+from tailrace.lab.verification.trajectories import trajectories
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.exactness import Exactness
 
@@ -72,9 +73,11 @@ async def _roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch
     began_s = time.monotonic()
     note = await run.begin(client, batch) if run.begin else None
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
+    url = f"http://{file.gateway.args.host}:{file.gateway.args.port}"
     if run.clients:
-        args = file.gateway.args
-        groups, note = await over_http(f"http://{args.host}:{args.port}", run.clients, batch)
+        groups, note = await over_http(url, run.clients, batch)
+    elif run.trajectories:
+        groups, note = await trajectories(client, url, batch)
     else:
         groups = await (run.ask or groups_of)(client, batch)
     seconds = round(time.monotonic() - began_s, 1)
@@ -227,7 +230,7 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0, exactness: Exac
     references = {run.kind: rolled[run.name]["groups"] for run in reversed(runs)}
     rows = []
     for run in runs:
-        kinds = LOGPROBS[:1] if run.clients else LOGPROBS
+        kinds = LOGPROBS[:1] if run.over_http else LOGPROBS
         same = compare(references[run.kind], rolled[run.name]["groups"], kinds, exactness)
         figures = figures_of(rolled[run.name])
         lacks = next(

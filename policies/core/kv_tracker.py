@@ -4,7 +4,7 @@ Invariant: a sample in the book has stored KV, neither released nor lost since, 
 with. KV that leaves the book is released exactly once. Called by `RolloutCore`; returns actions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, Group, Sample
@@ -81,13 +81,15 @@ class KvTracker:
         sample.stored_tokens = 0
         return (ReleaseKv(sample.group.spec.group_id, sample.sample_id, cause, reason),)
 
-    def release_prompt(self, group: Group) -> tuple[ReleaseKv, ...]:
-        """Releases the prompt's KV of an ended group."""
+    def release_prompt(
+        self, group: Group, cause: ReleaseCause = ReleaseCause.ENDED, reason: str = "all samples have ended"
+    ) -> tuple[ReleaseKv, ...]:
+        """Releases the KV of a group's prompt, which no sample needs now."""
         group_id = group.spec.group_id
         if group_id not in self._groups:
             return ()
         del self._groups[group_id]
-        return (ReleaseKv(group_id, None, ReleaseCause.ENDED, "all samples have ended"),)
+        return (ReleaseKv(group_id, None, cause, reason),)
 
     def release_stale(self, sample: Sample) -> tuple[ReleaseKv, ...]:
         """Releases KV of another version than the one that the sample continues with."""
@@ -100,9 +102,11 @@ class KvTracker:
         """Releases all stale KV after a change of weights."""
         return [action for sample in list(self._held.values()) for action in self.release_stale(sample)]
 
-    def suspend(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """Releases the KV of a suspended trajectory."""
-        return self._release(sample, ReleaseCause.SUSPENDED, "contexts have outgrown the KV: it began last")
+    def suspend(self, sample: Sample, reason: str) -> tuple[ReleaseKv, ...]:
+        """Releases the KV of a suspended trajectory, and that of its prompt if no mate needs it."""
+        own = self._release(sample, ReleaseCause.SUSPENDED, reason)
+        is_alone = sample.group.unended == 1
+        return own + (self.release_prompt(sample.group, ReleaseCause.SUSPENDED, reason) if is_alone else ())
 
     # ---- use of the pool -----------------------------------------------------------------------------
 
@@ -112,12 +116,12 @@ class KvTracker:
             self._report, self._reported_at = event, event.observed_at
             self.capacity_tokens = event.capacity_tokens
 
-    def make_room(self, now: float, waiting: WaitQueue) -> list[ReleaseKv]:
+    def make_room(self, now: float, waiting: WaitQueue, is_spare: Callable[[Sample], bool]) -> list[ReleaseKv]:
         """Releases KV of waiting and held samples if the pool is full by its newest report, until it is roomy by these
         books.
 
-        Held samples count as if they waited already. KV that is needed last is released first. A report from before the
-        last release is ignored: it still counts the KV released then.
+        Held samples count as if they waited already. KV that is needed last is released first, that of spare samples
+        before. A report from before the last release is ignored: it still counts the KV released then.
         """
         if self._report is None:
             return []
@@ -127,7 +131,8 @@ class KvTracker:
         if report.used_tokens <= FULL_SHARE * report.capacity_tokens:
             return []
         left, actions = report.used_tokens - ROOMY_SHARE * report.capacity_tokens, []
-        for sample in waiting.last_first(s for s in self._held.values() if s.state in (WAITING, HELD)):
+        last_first = waiting.last_first(s for s in self._held.values() if s.state in (WAITING, HELD))
+        for sample in sorted(last_first, key=is_spare, reverse=True):
             if left <= 0:
                 break
             own_tokens = sample.stored_tokens - sample.group.spec.prompt_tokens

@@ -249,14 +249,14 @@ class RolloutCore:
         prefetches of KV for samples that still wait come last.
         """
         for sample in self._held.expired(tick.now):
-            self._end_held(sample, f"no further turn in {sample.hold_s:g} s")
+            self._end_held(sample, "no further turn in its time")
         for sample in self._failures.resume(tick.now):
             self._queue(sample)
         if (freed := self._drain.look()) is not None:
             self._outbox += self._kv.release_all_stale()
             for sample in freed:
                 self._queue(sample)
-        self._outbox += self._trajectories.suspend()
+        self._outbox += self._trajectories.suspend(tick.now)
         self._begin_trajectories()
         homes = self._start_waiting(tick.now)
         staying = self.replicas.staying
@@ -274,7 +274,7 @@ class RolloutCore:
             if not self._begin_trajectories():
                 break
             homes += self._start_waiting(tick.now)
-        self._outbox += self._kv.make_room(tick.now, self._waiting)
+        self._outbox += self._kv.make_room(tick.now, self._waiting, self._trajectories.is_spare)
         if not self.replicas.one_node:
             self._outbox += self._prefetch_planner.prefetches(homes)
         actions, self._outbox = tuple(self._outbox), []
@@ -410,8 +410,8 @@ class RolloutCore:
         if not sample.hold_s or sample.cancelled:
             self._end(sample, end, None, reason)
             return
-        self._held.hold(sample, end, now)
         self._trajectories.pause(sample, now)
+        self._held.hold(sample, end, self._trajectories.held_until_s(sample))
         self._outbox.append(EndTurn(sample.sample_id, end, reason))
         self._outbox += self._kv.release_stale(sample)
 
@@ -512,6 +512,7 @@ _HANDLERS = {
     ev.BatchCancelled: RolloutCore._cancelled,
     ev.SampleCancelled: lambda core, event: core._cancel([core._buffer.sample(event.sample_id)]),
     ev.SampleReturned: RolloutCore._returned,
+    ev.ToolCalled: lambda core, event: core._trajectories.call(event.sample_id, event.tool, core._held),
     ev.ChunkFinished: RolloutCore._chunk_finished,
     ev.ChunkFailed: RolloutCore._chunk_failed,
     ev.TokensStreamed: RolloutCore._tokens_streamed,

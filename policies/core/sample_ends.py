@@ -45,15 +45,18 @@ class HeldSamples:
     def __len__(self):
         return len(self._ends)
 
-    def hold(self, sample: Sample, end: SampleEnd, now: float) -> None:
-        """Holds a sample whose turn has ended, for its `hold_s`."""
+    def hold(self, sample: Sample, end: SampleEnd, until_s: float) -> None:
+        """Holds a sample whose turn has ended."""
         sample.state = HELD
-        until_s = now + sample.hold_s
         self._ends[sample.sample_id] = until_s, end
         heappush(self._due, (until_s, sample.sample_id, sample))
         if len(self._due) > 64 + 4 * len(self._ends):
             self._due = [entry for entry in self._due if self._is_held(*entry)]
             heapify(self._due)
+
+    def renew(self, sample: Sample, until_s: float) -> None:
+        """Gives a sample that is here another deadline."""
+        self.hold(sample, self._ends[sample.sample_id][1], until_s)
 
     def take(self, sample: Sample) -> SampleEnd:
         """Removes a sample. Returns the end of its last turn."""

@@ -58,7 +58,7 @@ TABLE = (
     Row(RUNNING, "ReplicaLeft", "the third while the sample was alone on trial", ENDED, "EndSample(failed)"),
     Row(RUNNING, "ReplicaLeft", "before that, batch or sample cancelled", ENDED, "EndSample(cancelled)"),
     Row(HELD, "SampleReturned", "", WAITING, ""),
-    Row(HELD, "Tick", "no further turn in `hold_s`", ENDED, "EndSample(as its last turn)"),
+    Row(HELD, "Tick", "no further turn in its time", ENDED, "EndSample(as its last turn)"),
     Row(HELD, "BatchCancelled", "", ENDED, "EndSample(as its last turn)"),
     Row(HELD, "SampleCancelled", "", ENDED, "EndSample(as its last turn)"),
     Row(HELD, "WeightsChanged", "", HELD, "ReleaseKv of the old version"),

@@ -46,8 +46,8 @@ def check_groups(event: SamplesSubmitted) -> None:
             raise IllegalEvent(f"{spec.group_id}: begun samples {[one.index for one in spec.begun]} of {spec.samples}")
         if not all(0 < tokens <= spec.max_tokens for tokens in begun.values()):
             raise IllegalEvent(f"{spec.group_id}: begun with {list(begun.values())} tokens of {spec.max_tokens}")
-        if not 0 <= spec.hold_s < float("inf"):
-            raise IllegalEvent(f"{spec.group_id}: hold_s is {spec.hold_s}; give seconds")
+        if not spec.hold_s >= 0:
+            raise IllegalEvent(f"{spec.group_id}: hold_s is {spec.hold_s}; give seconds, or inf")
         if spec.prediction is not None and not (
             0 <= spec.prediction.quality <= 1 and abs(spec.prediction.number) < inf
         ):
@@ -89,7 +89,7 @@ def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
 def check_return(event: SampleReturned, sample: Sample) -> None:
     if sample.state is not HELD:
         raise IllegalEvent(f"{event.sample_id} is {sample.state.value}, not between two turns")
-    if event.outside_tokens < 0 or event.max_tokens < 1 or not 0 <= event.hold_s < float("inf"):
+    if event.outside_tokens < 0 or event.max_tokens < 1 or not event.hold_s >= 0:
         raise IllegalEvent(f"{event}: no turn is like that")
     if sample.context_tokens + event.outside_tokens + event.max_tokens > MAX_NEED_TOKENS:
         raise IllegalEvent(f"{event.sample_id}: context and answer together exceed {MAX_NEED_TOKENS} tokens")

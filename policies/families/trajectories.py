@@ -5,6 +5,7 @@ or in the pool. The core begins the others in order of arrival, and at least one
 `on` leaves all of that to engines and pool.
 """
 
+from math import inf
 from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,13 +28,26 @@ class ActiveTrajectories(Protocol):
         back; if not, others may take the room. `waits`: another sample waits for it.
         """
 
+    def gives_up(self, price_s: float, compute_s: float, active: float) -> bool:
+        """Returns whether a pausing trajectory gives its KV to one that waits to begin. `price_s`: expected seconds of
+        waiting for each return that is worth waiting for; `compute_s`: to compute its context again; `active`:
+        trajectories for each replica.
+        """
+
+    def hold_s(self, expected_s: float) -> float:
+        """Returns the seconds for which a sample is held after a turn if its caller sets none. `expected_s`: of the
+        pause.
+        """
+
 
 class AllAtOnce(BaseModel):
     """All trajectories are active. Caches and the pool drop what was used least recently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["all_at_once"] = "all_at_once"
+    file_keys: ClassVar[tuple[str, ...]] = ()
     on: ClassVar[bool] = False
+    hold_gaps: float = Field(10.0, ge=1, description="expected pauses for which a sample is held after a turn")
 
     def fits(self, load: TrajectoryLoad, context_tokens: int) -> bool:
         return True
@@ -43,6 +57,12 @@ class AllAtOnce(BaseModel):
 
     def keeps(self, left_s: float, back_s: float, waits: bool) -> bool:
         return False
+
+    def gives_up(self, price_s: float, compute_s: float, active: float) -> bool:
+        return False
+
+    def hold_s(self, expected_s: float) -> float:
+        return self.hold_gaps * expected_s
 
 
 class ByKv(BaseModel):
@@ -61,6 +81,10 @@ class ByKv(BaseModel):
         1.0, ge=0, description="min seconds to bring KV back for a replica to keep it; else load is balanced freely"
     )
 
+    give_up_from: float = Field(
+        4.0, ge=0, description="gain over loss from which a pausing one gives its KV to one that waits to begin"
+    )
+
     def fits(self, load: TrajectoryLoad, context_tokens: int) -> bool:
         growth_tokens = self.growth_share * load.growth_tokens * (load.active + 1)
         return load.context_tokens + context_tokens + growth_tokens <= self.full_share * load.capacity_tokens
@@ -70,6 +94,14 @@ class ByKv(BaseModel):
 
     def keeps(self, left_s: float, back_s: float, waits: bool) -> bool:
         return back_s >= self.keep_from_s and (not waits or left_s < back_s)
+
+    def gives_up(self, price_s: float, compute_s: float, active: float) -> bool:
+        """The room of one of `active` trajectories is worth that part of the replica's time."""
+        return price_s > self.give_up_from * compute_s * active
+
+    def hold_s(self, expected_s: float) -> float:
+        """Until its trajectory ends: others take its room by `gives_up`."""
+        return inf
 
 
 TrajectoriesPolicy = Annotated[AllAtOnce | ByKv, Field(discriminator="type")]

@@ -51,9 +51,10 @@ class GroupSpec:
     and the group is emitted after a spec that is not open. Such a spec has the same sizes and neither `past_lengths`
     nor `begun`; its samples, which may be none, are numbered after the earlier ones. `chunk_tokens`: maximum length of
     the chunks of this spec's samples, whatever `chunking` says: their readers wait. `hold_s`: seconds for which a
-    sample of this spec is held after its turn, for the next one; 0: it has one turn. Then `max_tokens` bounds its first
+    sample of this spec is held after its turn, for the next one; inf: as long as the policy of trajectories says; 0: it
+    has one turn. Then `max_tokens` bounds its first
     turn. `prediction`: of the length of its answers, or None. `follows`: a held sample whose trajectory the first
-    sample of this spec continues, with another context that shares its beginning; it should end soon.
+    sample of this spec continues, with another context that shares its beginning.
     """
 
     group_id: str
@@ -121,6 +122,17 @@ class SampleCancelled:
 
     now: float
     sample_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalled:
+    """The last turn of a held sample called a tool, by which the gap to its next turn is expected. Nothing happens if
+    it is not held.
+    """
+
+    now: float
+    sample_id: str
+    tool: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +285,7 @@ Event = (
     | BatchCancelled
     | SampleCancelled
     | SampleReturned
+    | ToolCalled
     | ChunkFinished
     | ChunkFailed
     | TokensStreamed

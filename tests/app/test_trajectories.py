@@ -162,19 +162,26 @@ class Calls:
     """The calls of one role, over a book in this process; it can be lost."""
 
     def __init__(self):
-        self.seconds, self.released, self.rewards = 0.0, [], []
+        self.seconds, self.released, self.rewards, self.called, self.renewed = 0.0, [], [], [], []
         self.lose()
 
     def lose(self) -> None:
         name = f"epoch-{id(object())}-{self.seconds}"
-        self.book = book.Trajectories(name, self.now, self.release, lambda *reward: self.rewards.append(reward))
+        self.book = book.Trajectories(name, self.now, self, lambda *reward: self.rewards.append(reward))
         self.seconds += 1.0
 
     def now(self) -> float:
         return self.seconds
 
-    def release(self, *sample) -> None:
+    def end_trajectory(self, *sample) -> None:
         self.released.append(sample)
+
+    def call(self, *called) -> None:
+        self.called.append(called)
+
+    def renew(self, session: str) -> bool:
+        self.renewed.append(session)
+        return True
 
     async def open(self, *arguments) -> None:
         turns = arguments[2] if len(arguments) > 2 else ()
@@ -217,7 +224,7 @@ def test_gateways_go_on_with_each_other_s_turns_and_after_a_lost_coordinator(cal
         tree = await other.tree(Role.EVALUATOR, name)
         assert len(rows_of(tree)) == 1 and tree.context(3).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
         ended = await other.end(Role.EVALUATOR, name, 1.0)
-        assert len(ended.turns) == 4 and calls.released == [("http-0-0", "g", 2)] and not len(calls.book)
+        assert len(ended.turns) == 4 and calls.released == [("http-0-0", "g", 2, True)] and not len(calls.book)
         assert calls.rewards == [("k", 0, {2: 1.0})], "the turns' prompt, for the drafts of later epochs"
         for gone in (one, other):
             with pytest.raises(UnknownTrajectory):
@@ -263,7 +270,7 @@ def test_a_turn_is_recorded_once_however_often_it_is_sent(calls):
     calls.seconds += 5.0
     assert calls.book.read(name, state.epoch, 0).opening is None
     calls.book.sweep()
-    assert not len(calls.book) and calls.released == [("http-0-0", "g", 3)]
+    assert not len(calls.book) and calls.released == [("http-0-0", "g", 3, True)]
 
 
 def test_the_number_of_trajectories_is_limited(calls, monkeypatch):
@@ -323,3 +330,20 @@ def test_ids_from_paths_are_checked_before_anything_is_asked():
     one = GatewayTrajectories(lambda role: SimpleNamespace())
     for name in ("", "..", "A" * 32, "a" * 31, "a" * 33, "a" * 31 + "\n"):
         assert not asyncio.run(one.is_key(name, b"key"))
+
+
+def test_the_tool_that_a_turn_calls_is_told_and_an_open_trajectory_keeps_its_session(calls):
+    async def story():
+        one = gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest(group="g", index=2, seed=5))
+        tree = await one.tree(Role.EVALUATOR, name)
+        for tool in ("", "grep"):
+            await one._add(Role.EVALUATOR, tree, turn_of(tree.begin([1], ()), [2]).model_copy(update={"tool": tool}))
+        turn = tree.turns[1].turn
+        assert calls.called == [("http-5-0", ("g", 2, turn), "grep")]
+        calls.book.sweep()
+        await one.end(Role.EVALUATOR, name, None)
+        calls.book.sweep()
+        assert calls.renewed == ["http-5-0"]
+
+    asyncio.run(story())

@@ -131,7 +131,8 @@ def batch_of(prompt: np.ndarray, *samples: tuple[int, ...]) -> SimpleNamespace:
     """A batch of one group, whose samples have blocks of these numbers."""
     found = [SimpleNamespace(kv_names=b"".join(map(name, numbers))) for numbers in samples]
     group = SimpleNamespace(prompt=prompt, prompt_kv_names=set(), samples=found)
-    return SimpleNamespace(groups={"g": group}, samples={f"g#{place}": one for place, one in enumerate(found)})
+    samples = {f"g#{place}": one for place, one in enumerate(found)}
+    return SimpleNamespace(groups={"g": group}, samples=samples, namesakes=lambda group_id: [])
 
 
 def release(sample_id: str | None) -> ReleaseKv:
@@ -169,6 +170,25 @@ def test_the_last_of_mates_with_the_same_first_tokens_releases_the_blocks_of_the
             manager.release(batch, release(f"g#{place}"))
         await asyncio.sleep(0.01)
         assert master.calls == [("release", [4, 5]), ("release", [6]), ("release", [3]), ("release", [7])]
+
+    played(master, play)
+
+
+def test_blocks_that_a_branch_has_too_stay_until_it_releases_them():
+    """A sample of 5 blocks ends; a branch, in a group of its own, has the first three of them."""
+    master, batch, other = Recording(), batch_of(PROMPT, (1, 2, 3, 4, 5)), batch_of(PROMPT, (1, 2, 3, 6))
+    branch = other.groups["g"]
+    batch.namesakes, other.namesakes = lambda group_id: [branch], lambda group_id: [batch.groups["g"]]
+
+    async def play(manager):
+        manager.release(batch, release("g#0"))
+        manager.release(batch, release(None))
+        await asyncio.sleep(0.01)
+        assert master.calls == [("release", [4, 5])]
+        manager.release(other, release("g#0"))
+        manager.release(other, release(None))
+        await asyncio.sleep(0.01)
+        assert master.calls[1:] == [("release", [3, 6]), ("release", [1, 2])]
 
     played(master, play)
 

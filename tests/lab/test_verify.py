@@ -135,6 +135,7 @@ def over_http(note="", moved=1) -> dict:
         ("plain_adapters", done(rollout()), "no token was of an adapter", done(by_an_adapter())),
         ("over_http", over_http(), "did not happen", over_http(note="3 clients")),
         ("over_http", over_http(note="3 clients", moved=0), "no sample moved", over_http(note="3 clients")),
+        ("trajectories", over_http(), "did not happen", over_http(note="killed a replica")),
         ("decoupled", done(drafted()), "draft model's", done(drafted("model"))),
         ("drafter_killed", done(drafted("model")), "did not happen", done(drafted("model"), note="killed")),
     ],

@@ -1,6 +1,7 @@
 """Trajectories: admission by KV, KV kept between turns, suspension, branches; and the laws over random plays."""
 
 from collections import Counter
+from math import inf
 
 import pytest
 from hypothesis import given, seed, settings
@@ -61,7 +62,7 @@ def test_the_laws_hold_over_random_plays_of_turns(changes):
         assert not (played.starved or played.changed or played.stale or played.closed)
         assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
         book = core._trajectories
-        assert not (book._active or book._parked or book._pauses or book._suspended or book._followed or book._tokens)
+        assert not (book._active or book._parked or book._pauses or book._suspended or book._tokens)
         assert all(view.kv_free_tokens == view.kv_capacity_tokens for view in core.replicas.views())
         assert replay(policies, played.steps) == [actions for _, actions in played.steps], "law 4"
 
@@ -113,14 +114,15 @@ def test_kv_that_the_pool_brings_back_at_once_is_not_kept():
 
 
 def test_contexts_that_outgrow_the_kv_suspend_the_newest_trajectory():
-    core = core_of(r=20)
+    core = core_of(BY_KV | {"give_up_from": 1e9}, r=20)
     run_turn(core, "a", 80)
     run_turn(core, "b", 80)
     core.observe(ev.SampleReturned(1.0, "a#0", 150, 16, 600.0))
     (start,) = of(StartChunk, tick(core, 1.0))
     stored(core, start, 246, end="stop")
     actions = tick(core, 2.0)
-    assert [(a.sample_id, a.cause) for a in of(ReleaseKv, actions)] == [("b#0", ReleaseCause.SUSPENDED)]
+    released = [(a.group_id, a.sample_id) for a in of(ReleaseKv, actions) if a.cause is ReleaseCause.SUSPENDED]
+    assert released == [("b", "b#0"), ("b", None)], "and its prompt's"
     core.observe(ev.SampleReturned(3.0, "b#0", 8, 16, 600.0))
     assert not of(StartChunk, tick(core, 3.0)), "a has what b needs"
     core.observe(ev.SampleCancelled(4.0, "a#0"))
@@ -174,13 +176,62 @@ def test_by_kv_holds_a_share_of_the_expected_growth_free():
     assert policy.keeps(5.0, 1.0, waits=False) and not policy.keeps(5.0, 1.0, waits=True)
 
 
-def test_gaps_are_learnt_from_the_trajectory_itself_and_from_all():
+def test_gaps_are_learnt_from_the_trajectory_itself_from_the_tool_and_from_all():
     gaps = GapBelief()
-    assert gaps.expected_s("a") == PRIOR_S
+    assert gaps.left_s("a", "") == PRIOR_S == gaps.price_s("a", "", 0.0)
     for _ in range(20):
-        gaps.learn("a", 2.0)
-    assert gaps.expected_s("a") < 2.2 and gaps.expected_s("b") < PRIOR_S / 2
+        gaps.learn("a", "grep", 2.0)
+        gaps.learn("b", "build", 100.0)
+    assert gaps.left_s("a", "grep") < 6 and gaps.left_s("b", "build") > 80
+    assert gaps.left_s("c", "grep") < gaps.left_s("c", "") < gaps.left_s("c", "build")
     gaps.follow("c", of="a")
-    assert gaps.expected_s("c") == gaps.expected_s("a")
+    assert gaps.left_s("c", "grep") == gaps.left_s("a", "grep")
     gaps.forget("a")
-    assert gaps.expected_s("a") == gaps.expected_s("b")
+    assert gaps.left_s("a", "grep") > gaps.left_s("c", "grep")
+    assert gaps.left_s("a", "grep", 5.0) > 50, "not the tool's usual gap"
+    assert gaps.left_s("a", "grep", 1e6) == gaps.price_s("a", "grep", 1e6) == 1e6, "as long again"
+
+
+def test_a_few_long_gaps_do_not_raise_the_price_of_waiting_for_short_ones():
+    gaps = GapBelief()
+    for _ in range(19):
+        gaps.learn("a", "", 4.0)
+    gaps.learn("a", "", 36_000.0)
+    assert gaps.left_s("a", "") > 1_000 and gaps.price_s("a", "", 0.0) < 6
+    assert gaps.price_s("a", "", 600.0) > 30_000, "only the long one is left"
+
+
+def test_a_pause_that_is_expected_to_be_long_gives_its_kv_to_a_trajectory_that_waits():
+    policy = BY_KV | {"give_up_from": 1.0}
+    for tool, given_up in (("quick", False), ("slow", True)):
+        core = core_of(policy, r=20)
+        core.observe(ev.ReplicaMeasured(1.0, "r", performance(10.0, 0.0, at=1.0)))
+        for number in range(8):  # gaps of a second and of 1,000 s are learnt
+            name, gap_s, called = f"{number}", (1.0, 1_000.0)[number % 2], ("quick", "slow")[number % 2]
+            submit(core, spec(name, 16), batch_id=name)
+            (start,) = of(StartChunk, tick(core))
+            stored(core, start, 16, end="stop")
+            tick(core)
+            core.observe(ev.ToolCalled(0.0, f"{name}#0", called))
+            core.observe(ev.SampleReturned(gap_s, f"{name}#0", 1, 16, 0.0))
+            (start,) = of(StartChunk, tick(core, gap_s))
+            stored(core, start, 16, end="stop")
+            tick(core)
+        run_turn(core, "a", 80)
+        core.observe(ev.ToolCalled(0.0, "a#0", tool))
+        submit(core, spec("b", 250), batch_id="b")
+        assert not of(StartChunk, tick(core, 0.5))
+        actions = tick(core, 0.5)
+        suspended = [a.sample_id for a in of(ReleaseKv, actions) if a.cause is ReleaseCause.SUSPENDED and a.sample_id]
+        assert suspended == ["a#0"] * given_up
+        assert [one.sample_id for one in of(StartChunk, actions)] == ["b#0"] * given_up
+
+
+def test_without_seconds_a_sample_is_held_by_the_gaps_that_were_seen():
+    for policy, ends in (({"type": "all_at_once", "hold_gaps": 3.0}, True), (BY_KV, False)):
+        core = core_of(policy, r=20)
+        submit(core, ev.GroupSpec("a", 64, 1, 16, hold_s=inf), batch_id="a")
+        (start,) = of(StartChunk, tick(core))
+        stored(core, start, 80, end="stop")
+        assert not of(EndSample, tick(core, 3 * PRIOR_S - 1))
+        assert bool(of(EndSample, tick(core, 3 * PRIOR_S + 1))) == ends

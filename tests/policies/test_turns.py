@@ -67,7 +67,7 @@ def test_held_kv_is_released_at_its_time_and_not_before():
     one_turn(core)
     assert tick(core, now=59.0) == ()
     end, kv, prompt, emit = tick(core, now=60.0)
-    assert (end.end, end.reason) == (SampleEnd.LENGTH, "no further turn in 60 s")
+    assert (end.end, end.reason) == (SampleEnd.LENGTH, "no further turn in its time")
     assert (kv.sample_id, kv.cause, prompt.sample_id) == ("g#0", ReleaseCause.ENDED, None)
     assert core.sample("g#0") is None and isinstance(emit, EmitGroup)
     with pytest.raises(IllegalEvent, match="g#0' is not here"):

@@ -38,6 +38,7 @@ def raises(check, said, *given):
         {"begun": (ev.Begun(0, 1, False), ev.Begun(3, 20, True))},
         {"hold_s": 0.0},
         {"hold_s": 5.5},
+        {"hold_s": inf},
         {"prompt_tokens": MAX_NEED_TOKENS - 20},
     ],
 )
@@ -58,7 +59,7 @@ def test_a_possible_group_passes(changes):
         ({"begun": (ev.Begun(1, 0, False),)}, r"begun with \[0\] tokens of 20"),
         ({"begun": (ev.Begun(1, 21, False),)}, r"begun with \[21\] tokens of 20"),
         ({"hold_s": -0.5}, "hold_s is -0.5"),
-        ({"hold_s": inf}, "hold_s is inf"),
+        ({"hold_s": nan}, "hold_s is nan"),
         ({"prompt_tokens": MAX_NEED_TOKENS - 19}, "together exceed"),
     ],
 )
@@ -134,7 +135,7 @@ def test_a_held_sample_alone_returns_with_tokens_to_make():
     validation.check_return(replace(RETURN, outside_tokens=0, max_tokens=1, hold_s=0.0), sample())
     for state in set(State) - {HELD}:
         raises(validation.check_return, f"s is {state.value}, not between two turns", RETURN, sample(state))
-    for changes in ({"outside_tokens": -1}, {"max_tokens": 0}, {"hold_s": -0.1}, {"hold_s": inf}):
+    for changes in ({"outside_tokens": -1}, {"max_tokens": 0}, {"hold_s": -0.1}, {"hold_s": nan}):
         raises(validation.check_return, "no turn is like that", replace(RETURN, **changes), sample())
 
 

@@ -9,13 +9,12 @@ from tailrace.app.gateway.chat.conversations import AnsweredTurn, digest_of
 from tailrace.app.gateway.chat.messages import RequestedMessage
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.trajectories.tree import BegunTurn, TrajectoryTree
-from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.deployments.messages.trajectory import StoredResponse, TrajectoryTurn
 from tailrace.deployments.results.columns import Column
 
-HOLD_S = int(LEASE_S)
-"""Seconds for which a turn's KV waits for the next one: as long as the service keeps a session without a request."""
+MAX_TOOL = 100
+"""Maximum characters of a tool's name, by which its time is learnt."""
 
 
 class TurnInProgress:
@@ -66,7 +65,7 @@ class TurnInProgress:
             group=opening.group,
             index=opening.index,
             turn=self._begun.turn,
-            hold_s=HOLD_S,
+            branches=True,
             weights_version=settings.weights_version,
         )
         return naming, opening.limits.tokens - self.tree.sampled_tokens
@@ -91,6 +90,12 @@ class TurnInProgress:
             reencoded_tokens=begun.reencoded_tokens,
             prompt_key=answer.prompt_key,
             response=stored,
+            tool=self._tool(),
             routed_experts=sample.routed_experts,
         )
         await self._record(turn)
+
+    def _tool(self) -> str:
+        """Returns the name of the first tool that the answer calls, or an empty one."""
+        calls = () if self._chat is None else self.answer.get("tool_calls") or ()
+        return calls[0]["function"]["name"][:MAX_TOOL] if calls else ""

@@ -1,9 +1,11 @@
 """Tailrace's router: `RolloutCore` with a policy for trajectories decides, as in the service.
 
 A line of a session is a sample of the core; a turn that extends it is `SampleReturned`, a branch a sample that follows
-another one. The core learns sizes of requests as they come, and stored tokens as turns end. A line ends once nothing
-will read it: the gateway knows that from the tree's end or from a branch in its place.
+another one. The core learns sizes of requests as they come, and stored tokens as turns end. Lines end with their
+session: nobody knows before that a branch has taken a line's place, or that nothing will read a sub-agent's.
 """
+
+from math import inf
 
 from tailrace.lab.simulator.agents.request import AgentRequest
 from tailrace.policies.core.rollout import RolloutCore
@@ -12,8 +14,8 @@ from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import Action, ReleaseCause, ReleaseKv, StartChunk
 from tailrace.policies.protocol.performance import Performance
 
-BATCH, HOLD_S, MAX_TOKENS = "agents", 1e6, 1 << 16
-"""Name of the one open batch; seconds that a sample is held, and maximum tokens of a turn: both beyond any here."""
+BATCH, MAX_TOKENS = "agents", 1 << 16
+"""Name of the one open batch, and maximum tokens of a turn, beyond any here."""
 
 CHUNK_TOKENS = 512
 """Tokens of a chunk: longer than three turns in four, and little beside a context of 100,000."""
@@ -42,8 +44,8 @@ class Scheduled:
         self._contexts: dict[object, int] = {}
         self._asked: dict[str, AgentRequest] = {}  # by sample
         self._chunks: dict[AgentRequest, StartChunk] = {}
-        self._replaced: dict[AgentRequest, object] = {}  # lines that end once this request has run
-        self._news = False
+        self._begun: dict[object, list[object]] = {}  # by session: its lines
+        self._news = self._wakes = False
 
     def begin(self, host) -> None:
         self._host, model = host, host.model
@@ -80,13 +82,12 @@ class Scheduled:
         now, line, turn = self._host.now, request.line, request.turn
         if (sample_id := self._samples.get(line)) is not None:
             outside_tokens = turn.context - self._contexts[line]
-            self._observe(ev.SampleReturned(now, sample_id, outside_tokens, MAX_TOKENS, HOLD_S))
+            self._observe(ev.SampleReturned(now, sample_id, outside_tokens, MAX_TOKENS, inf))
         else:
             follows = self._samples.get(request.source)
-            if follows is not None and not request.forks:
-                self._replaced[request] = request.source
+            self._begun.setdefault(request.run, []).append(line)
             name = f"{request.run.number}.{turn.line}"
-            spec = ev.GroupSpec(name, turn.context, 1, MAX_TOKENS, hold_s=HOLD_S, follows=follows)
+            spec = ev.GroupSpec(name, turn.context, 1, MAX_TOKENS, hold_s=inf, follows=follows)
             sample_id = self._samples[line] = f"{name}#0"
             self._lines[sample_id] = line
             self._observe(ev.SamplesSubmitted(now, BATCH, (spec,), open=True))
@@ -100,10 +101,11 @@ class Scheduled:
         end = ev.ChunkEnd.LENGTH if goes_on else ev.ChunkEnd.STOP
         stored = min(self._host.stored(line), request.context)
         self._observe(ev.ChunkFinished(now, chunk.chunk_id, new_tokens, end, 0, stored))
-        if (replaced := self._replaced.pop(request, None)) is not None:
-            self._close(replaced)
-        if request.turn.ends_line and not goes_on:
-            self._close(line)
+        if not goes_on and request.turn.stop:
+            self._observe(ev.ToolCalled(now, self._samples[line], request.turn.stop))
+        if not request.run.left:
+            for line in self._begun.pop(request.run):
+                self._close(line)
 
     def _close(self, line: object) -> None:
         if (sample_id := self._samples.pop(line, None)) is not None:
@@ -116,6 +118,12 @@ class Scheduled:
             self._news = False
             for action in self._core.decide(ev.Tick(self._host.now)):
                 self._act(action)
+            if self._core.counts()["waiting"] and not self._wakes:
+                self._wakes = True
+                self._host.at(self._host.now + 1.0, self._wake)
+
+    def _wake(self) -> None:
+        self._wakes, self._news = False, True
 
     def _act(self, action: Action) -> None:
         if isinstance(action, StartChunk):

@@ -1,6 +1,7 @@
 """Recorded sessions of agents as a workload: requests with their sizes, what each continues, and the gap before it.
 
-Read from JSONL, plain or gzip, a session a line: `{id, requests: [{t, in, out, parent, shared, agent?, think_s?}]}`.
+Read from JSONL, plain or gzip, a session a line: `{id, requests: [{t, in, out, parent, shared, agent?, think_s?,
+stop?}]}`.
 `parent`: index of the earlier request with the longest common prefix, `shared`: its tokens. A request that extends the
 context of its agent's last request continues its line; any other begins a line, a branch, which shares tokens with
 another one. Errors are ValueError: file, line, key and how to mend it. Called by `bench agents`.
@@ -24,7 +25,8 @@ class AgentTurn(NamedTuple):
     """One request. `after`: index of the request that it waits for, with `gap_s` in between; None: it begins its
     session. `line`: contexts of one line extend each other. `context`: tokens of the prompt, of which `known` are in
     the prompt or the answer of an earlier turn of line `source` (its own, unless it begins a line); None: of none.
-    `forks`: another line is the source, and goes on. `ends_line`: nothing later reads its line.
+    `forks`: another line is the source, and goes on. `ends_line`: nothing later reads its line. `stop`: why the answer
+    ended, as recorded: `tool_use`, or `end_turn`, after which a person may be next.
     """
 
     after: int | None
@@ -36,6 +38,7 @@ class AgentTurn(NamedTuple):
     out: int
     forks: bool = False
     ends_line: bool = False
+    stop: str = ""
 
 
 class AgentSession(NamedTuple):
@@ -109,16 +112,17 @@ def _turns(requests: list[dict], gap_cap_s: float, max_context: int) -> Iterator
 
 def _turn(request: dict, after: int | None, gap_s: float, turns: list[AgentTurn]) -> AgentTurn:
     context, out, parent = request["in"], max(1, request["out"]), request.get("parent")
+    turn = AgentTurn(
+        after=after, gap_s=gap_s, line=len(turns), source=None, context=context, known=0, out=out,
+        stop=str(request.get("stop", "")),
+    )  # fmt: skip
     if parent is None:
-        return AgentTurn(after=after, gap_s=gap_s, line=len(turns), source=None, context=context, known=0, out=out)
+        return turn
     before = turns[parent]
     whole = before.context + before.out
     if parent == after and request["shared"] >= before.context - BLOCK_TOKENS and context > whole - SLACK_TOKENS:
-        line, context = before.line, max(context, whole + 1)
-        return AgentTurn(after=after, gap_s=gap_s, line=line, source=line, context=context, known=whole, out=out)
-    known = min(request["shared"], before.context, context - 1)
-    line, source = len(turns), before.line
-    return AgentTurn(after=after, gap_s=gap_s, line=line, source=source, context=context, known=known, out=out)
+        return turn._replace(line=before.line, source=before.line, context=max(context, whole + 1), known=whole)
+    return turn._replace(source=before.line, known=min(request["shared"], before.context, context - 1))
 
 
 def _marked(turns: list[AgentTurn]) -> tuple[AgentTurn, ...]:

@@ -38,7 +38,11 @@ class ScriptedAnswers(GatewayService):
         super().__init__(lambda role: SimpleNamespace(trajectories=self), GatewayConfig(tool_parser="hermes"))
         self._model = ServedModel("model", "model", 2_048, prompts, ToolParser("hermes", prompts.tokenizer))
         self._prompts = prompts
-        self.book, self.sampled = Trajectories("epoch", lambda: 0.0, lambda *sample: 0), []
+        self.tools, self.sampled = [], []
+        sessions = SimpleNamespace(
+            call=lambda *called: self.tools.append(called[2]), end_trajectory=lambda *sample: None
+        )
+        self.book = Trajectories("epoch", lambda: 0.0, sessions)
 
     async def generate(self, role, wanted, naming):
         text = ANSWERS[len(self.sampled) % len(ANSWERS)]
@@ -162,6 +166,7 @@ def test_sampled_tokens_stay_when_a_harness_returns_with_its_tools_results(promp
         await played(dialect, {"base_url": trajectory.base_url, "api_key": trajectory.api_key}, app, streams)
         found = await trajectory.reward(1.0)
         client.close()
+        assert service.tools == ["look"], "the first answer's first call"
         (row,) = found.rows
         (first_prompt, first), (second_prompt, second) = service.sampled
         assert second_prompt[: len(first_prompt) + len(first)] == (*first_prompt, *first)

@@ -13,6 +13,7 @@ from virtual_cluster import play as play_on
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
+from tailrace.app.http.client import Client
 from tailrace.deployments.batches.trajectories import Trajectories as Book
 from tailrace.lab.fuzz.drivers import driver_client
 from tailrace.lab.fuzz.token_law import EOS
@@ -194,7 +195,7 @@ def test_another_gateway_goes_on_and_so_does_this_one_after_a_lost_coordinator(p
         messages = await said(client_of(http, trajectory), [user("5")])
         messages = await said(client_of(other, trajectory), [*messages, user("6")])
         messages = await said(client_of(http, trajectory), [*messages, user("7")])
-        cluster.coordinator.rollouts.trajectories = Book("another", lambda: 0.0, lambda *sample: 0)
+        cluster.coordinator.rollouts.trajectories = Book("another", lambda: 0.0, cluster.coordinator.rollouts.sessions)
         messages = await said(client_of(http, trajectory), [*messages, user("8")])
         messages = await said(client_of(other, trajectory), [*messages, user("9")])
         body = await rewarded(other, trajectory)
@@ -328,5 +329,94 @@ def test_responses_go_on_by_their_ids_or_by_their_items(play):
             body = await rewarded(http, trajectory)
             expected = expected or body["rows"]
             assert body["rows"] == expected and len(expected) == 1 and body["turns"] == 3, dialect
+
+    play(story)
+
+
+def test_groups_come_whole_and_a_harness_s_error_is_its_trajectory_s_alone(play):
+    async def story(cluster, http, other):
+        client, playing = Client("http://gateway", transport=http._transport), []
+
+        async def harness(trajectory, words: str) -> float | None:
+            playing.append(words)
+            number = playing.count(words)
+            agent = client_of(http, {"base_url": trajectory.base_url, "api_key": trajectory.api_key})
+            await said(agent, [user(words)])
+            if words == "7" and number == 2:
+                raise ZeroDivisionError("a tool's")
+            return None if words == "8" else 0.5
+
+        tasks = {"one": "5 6", "two": "7", "three": "8"}
+        found = {one.group: one async for one in client.trajectory_groups(tasks, harness, 2, at_once=2, seed=3)}
+        assert found.keys() == tasks.keys()
+        for name, group in found.items():
+            for index, one in enumerate(group.trajectories):
+                assert (one.index, one.rows.index, one.rows.group, one.rows.turns) == (index, index, name, 1)
+        assert {one.rows.reward for one in found["one"].trajectories} == {0.5}
+        assert {one.rows.reward for one in found["three"].trajectories} == {None}
+        assert [type(one.error) for name in ("one", "three") for one in found[name].trajectories] == [type(None)] * 4
+        assert sum(isinstance(one.error, ZeroDivisionError) for one in found["two"].trajectories) == 1
+
+        playing.clear()
+
+        async def never(trajectory, words):
+            playing.append(words)
+            await asyncio.sleep(3600)
+
+        groups = client.trajectory_groups(tasks, never, 1)
+        waiting = asyncio.ensure_future(anext(groups))
+        while len(playing) < 3:
+            await asyncio.sleep(1)
+        assert len(cluster.coordinator.rollouts.trajectories) == 3
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await groups.aclose()
+        assert not len(cluster.coordinator.rollouts.trajectories)
+        with pytest.raises(Exception, match="limits"):
+            _ = [one async for one in client.trajectory_groups(tasks, never, 1, limits={"turns": 0})]
+
+    play(story)
+
+
+def test_lines_of_a_tree_stay_held_beside_each_other_until_the_trajectory_ends(play):
+    """Far beyond the lease of a session; then nothing of it is left, its prompts' group neither."""
+
+    async def story(cluster, http, other):
+        trajectory = await opened(http, group="task", index=0)
+        client, rollouts = client_of(http, trajectory), cluster.coordinator.rollouts
+        main = [*await said(client, [user("5 6")]), user("7")]
+        side = [*await said(client, [user("8 9")]), user("7")]
+        main = [*await said(client, main), user("8")]
+        await said(client, side)
+        assert rollouts.core.counts()["held"] == 2 == len(rollouts.core.samples()), (
+            "each turn has continued its own line"
+        )
+        await asyncio.sleep(600.0)
+        assert rollouts.core.counts()["held"] == 2 and len(rollouts.sessions) == 1
+        await said(client, main)
+        assert len(rollouts.core.samples()) == 2
+        assert (await rewarded(http, trajectory))["turns"] == 5
+        await asyncio.sleep(3.0)
+        assert not rollouts.core.samples() and not rollouts.core.counts()["batches"]
+
+    play(story, policies={"trajectories": "by_kv"})
+
+
+def test_without_by_kv_a_line_is_held_by_the_gaps_that_were_seen(play):
+    async def story(cluster, http, other):
+        trajectory = await opened(http, group="task", index=0)
+        client, rollouts = client_of(http, trajectory), cluster.coordinator.rollouts
+        messages = await said(client, [user("5 6")])
+        await asyncio.sleep(60.0)
+        assert rollouts.core.counts()["held"] == 1
+        await asyncio.sleep(60.0)
+        assert not rollouts.core.counts()["held"], "ten times the prior of ten seconds"
+        for _ in range(3):
+            messages = await said(client, [*messages, user("7")])
+            await asyncio.sleep(30.0)
+        await said(client, [*messages, user("8")])
+        await asyncio.sleep(200.0)
+        assert rollouts.core.counts()["held"] == 1, "its gaps are longer than the prior"
+        await rewarded(http, trajectory)
 
     play(story)

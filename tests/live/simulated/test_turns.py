@@ -67,7 +67,7 @@ def test_turns_have_the_same_tokens_held_or_not_and_in_any_order(play):  # noqa:
 
 def test_a_branch_takes_the_place_of_the_turns_that_it_follows(play):  # noqa: F811
     """With KV for one trajectory: another one begins after its branch, not before."""
-    policies = STAYS | {"trajectories": {"type": "by_kv", "full_share": 1e-6}}
+    policies = STAYS | {"trajectories": {"type": "by_kv", "full_share": 1e-6, "give_up_from": 1e9}}
 
     async def story(cluster, client):
         async with client.open() as session:
