@@ -296,7 +296,7 @@ def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, force
 
 
 def warm_up() -> None:
-    """Compiles (or loads from numba's cache) all that `sample_rows` runs: two logits at the edge of top_k are enough."""
+    """Compiles (or loads from numba's cache) all that `sample_rows` runs: equal logits, a top_k, a tolerance."""
     logits, one = np.zeros((1, 8), np.float32), np.ones(1, np.float32)
     rows = (np.zeros(1, np.uint64), np.zeros(1, np.int64), one, one, np.full(1, 4, np.int32), 0 * one)
     sample_rows(logits, *rows, np.full(1, -1, np.int32), one)

@@ -52,9 +52,8 @@ class GroupSpec:
     nor `begun`; its samples, which may be none, are numbered after the earlier ones. `chunk_tokens`: maximum length of
     the chunks of this spec's samples, whatever `chunking` says: their readers wait. `hold_s`: seconds for which a
     sample of this spec is held after its turn, for the next one; inf: as long as the policy of trajectories says; 0: it
-    has one turn. Then `max_tokens` bounds its first
-    turn. `prediction`: of the length of its answers, or None. `follows`: a held sample whose trajectory the first
-    sample of this spec continues, with another context that shares its beginning.
+    has one turn. Then `max_tokens` bounds its first turn. `prediction`: of the length of its answers, or None.
+    `follows`: a held sample whose trajectory the first sample of this spec continues, with a context that begins alike.
     """
 
     group_id: str
