@@ -1,8 +1,7 @@
 """The coordinator's main object: turns reports into events, asks `RolloutCore` to decide, and performs its actions.
 
-One turn of the loop reads observe, decide, act. This class holds the batches and the chunks that run; it decides
-nothing. Invariant: a chunk's tokens are written only while the core says that the chunk runs, so a late answer of a
-lost replica changes nothing. Driven by the coordinator deployment.
+One turn of the loop reads observe, decide, act; this class decides nothing. Invariant: a chunk's tokens are written
+only while the core says that the chunk runs, so a late answer of a lost replica changes nothing.
 """
 
 import asyncio
