@@ -184,3 +184,9 @@ class TwoAtOnce(BaseModel):
 
     def keeps(self, left_s, back_s, waits):
         return not waits
+
+    def gives_up(self, price_s, compute_s, active):
+        return False
+
+    def hold_s(self, expected_s):
+        return 60.0

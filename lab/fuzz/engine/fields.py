@@ -174,6 +174,7 @@ SESSION_FIELDS: dict[str, dict[str, list]] = {
     "deadline_s": {USUAL: [None, 60.0], EDGE: [1e-9, 5e-324, 1e39], ABSURD: [0.0, NAN, INF, *SIZES[ABSURD]]},
     "turn": {USUAL: [0], EDGE: [1, 2**31 - 1], ABSURD: SIZES[ABSURD]},
     "hold_s": {USUAL: [0.0], EDGE: [3600.0, 5e-324], ABSURD: [NAN, INF, 3601.0, *SIZES[ABSURD]]},
+    "branches": {USUAL: [False], EDGE: [True, 0, 1], ABSURD: FLAGS[ABSURD]},
 }
 """Fields of SampleRequest, in deployments.messages.session."""
 
