@@ -93,4 +93,5 @@ def add_publishing(app: FastAPI, service: GatewayService) -> None:
         """End the version for all ranks, by the name of this one."""
         client = service.client(http.scope["role"])
         await client.publishing.run(PublishPhase.FAILED, version, given.rank, " ".join(given.reason.split()))
+        await ranks.drop(version, given.rank)
         return {"status": "ended"}

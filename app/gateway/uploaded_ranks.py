@@ -105,6 +105,13 @@ class UploadedRanks:
         """Returns once the replicas hold the version. Raises WeightsRejected."""
         return await asyncio.shield(self._joined(version, rank)[1])
 
+    async def drop(self, version: int, rank: int) -> None:
+        """Ends a rank's part of a version that has ended, so that its stage makes way for the next one at once."""
+        _, task = self._ranks.pop((version, rank), (None, None))
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
     def _joined(self, version: int, rank: int) -> tuple[UploadedRank, asyncio.Task]:
         if (found := self._ranks.get((version, rank))) is None:
             raise ValueError(f"weights {version}: rank {rank} has not joined it here; all its calls go to one gateway")

@@ -84,10 +84,11 @@ class HttpWeights:
         """
         try:
             return self._publish(version, held, {"rank": rank, "world_size": world_size, "timeout_s": timeout_s}, score)
-        except (WeightsRejected, PermissionError):
+        except PermissionError:
             raise
         except Exception as error:  # of this rank: the others have to hear of it, and it is raised again
-            reason = str(error) if isinstance(error, StageRefused) else one_line(error)
+            reason = str(error) if isinstance(error, StageRefused | WeightsRejected) else one_line(error)
+            reason = reason.removeprefix(f"weights {version}: rank {rank}: ")
             with suppress(Exception):  # the gateway is unreachable, or the version has ended
                 self._call("POST", f"/weights/{version}/failed", {"rank": rank, "reason": reason})
             raise

@@ -142,6 +142,7 @@ def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reaso
     found = site.all_ranks(*both(timeout_s=3))
     assert all(isinstance(one, WeightsRejected) for one in found) and site.client.loads == []
     assert reason in str(found[1]) and "\n" not in str(found[1])
+    assert "rank 1" in str(found[0]) and str(found[0]).count("weights 5: ") <= 1, "the other rank hears it, too"
     assert not site.client.slots.part.exists()
 
 
