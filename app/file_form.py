@@ -34,7 +34,10 @@ OLD_OF_FILE = {
 
 OLD_OF_APPLICATION = {"logging_config": "remove it: Serve's defaults hold"}
 
-OLD_OF_GATEWAY = {"deployments": "write `replicas: 2` under args for more replicas"}
+OLD_OF_GATEWAY = {
+    "deployments": "write `replicas: 2` under args for more replicas",
+    "route_prefix": "remove it: the gateway has a port of its own, `port` under args",
+}
 
 OLD_OF_GATEWAY_ARGS = {"conversation_tokens": f"remove it: it is fixed at {CONVERSATION_TOKENS}"}
 

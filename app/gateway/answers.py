@@ -45,13 +45,14 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
     request, choices = chat.request, []
     for answer in answers[0]:
         sample = answer.sample
-        if chat.calls is None:
+        if chat.parser is None:
             message = {"role": "assistant", "content": text_for(request, sample, model.prompts)}
         else:
             name = naming.sample({"token_ids": chat.token_ids}, len(choices))
-            text = text_of(sample, model.prompts, chat.calls.special, request.include_stop_str_in_output)
-            message = chat.calls.message(text, sample.token_ids, name)
-        choice = {"index": len(choices), "message": message | NULLS, "logprobs": None} | end(naming, answer)
+            text = text_of(sample, model.prompts, chat.parser.special, request.include_stop_str_in_output)
+            message = chat.parser.message(text, sample.token_ids, name)
+        seen = message if request.include_reasoning is not False else message | {"reasoning": None}
+        choice = {"index": len(choices), "message": NULLS | seen, "logprobs": None} | end(naming, answer)
         if message.get("tool_calls"):
             choice["finish_reason"] = with_calls(choice["finish_reason"], chat)
         if request.logprobs:
@@ -66,7 +67,7 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
 
 def with_calls(finish_reason: str, chat: Chat) -> str:
     """Returns the finish_reason of an answer that calls tools: `stop` if the request chose the tool."""
-    return "tool_calls" if finish_reason == "stop" and not chat.calls.is_named else finish_reason
+    return "tool_calls" if finish_reason == "stop" and not chat.parser.is_named else finish_reason
 
 
 def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: list[list[SampleAnswer]]) -> dict:

@@ -35,6 +35,9 @@ class GatewayConfig(Strict):
     tool_parser: str | None = Field(
         None, description="vLLM's parser of tool calls, by its name, such as hermes; null: no tools"
     )
+    reasoning_parser: str | None = Field(
+        None, description="vLLM's parser of thoughts, by its name, such as qwen3; null: they are part of the content"
+    )
     return_sampling_mask: bool = Field(
         False, description="as vLLM's flag: answers of /inference/v1/generate have sampling_mask, so top_k is needed"
     )
@@ -71,6 +74,5 @@ class GatewayApplication(Strict):
     import_path: Literal["tailrace.app.gateway.build:build"] = Field(
         GATEWAY, description="what Serve builds: always this"
     )
-    route_prefix: Literal["/"] = Field("/", description="the gateway has every route")
     runtime_env: dict[str, Any] = Field(default_factory=dict, description="Ray's runtime environment of its replicas")
     args: GatewayConfig = Field(GatewayConfig(), description="what the gateway answers, and to whom")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.gateway.chat.answer_parser import AnswerParser
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.conversations import AnsweredTurns, Conversations
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.chat.tool_calls import ToolParser
 from tailrace.app.gateway.edge.errors import UnknownModel
 from tailrace.app.gateway.gateway_config import CONVERSATION_TOKENS, GatewayConfig
 from tailrace.app.gateway.naming import Naming
@@ -41,7 +41,7 @@ class ServedModel(NamedTuple):
     root: str
     max_model_len: int
     prompts: Prompts
-    tool_parser: ToolParser | None = None
+    parser: AnswerParser | None = None
     adapter: str | None = None
 
 
@@ -102,8 +102,8 @@ class GatewayService:
             self._loading = None
 
     def _read(self, folder: str, max_model_len: int) -> ServedModel:
-        prompts, name = Prompts(folder, max_model_len), self._config.tool_parser
-        parser = None if name is None else ToolParser(name, prompts.tokenizer)
+        prompts, names = Prompts(folder, max_model_len), (self._config.tool_parser, self._config.reasoning_parser)
+        parser = AnswerParser(*names, prompts.tokenizer) if any(names) else None
         return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser)
 
     async def chat(self, request: ChatRequest, turns: AnsweredTurns | None = None) -> Chat:
@@ -111,7 +111,7 @@ class GatewayService:
         Raises ValueError, one line, if the request cannot be met.
         """
         model, known = await self.model(request.model), self._conversations if turns is None else turns
-        return await asyncio.to_thread(Chat, request, model.prompts, known, model.tool_parser)
+        return await asyncio.to_thread(Chat, request, model.prompts, known, model.parser)
 
     async def generate(self, role: Role, wanted: Wanted, naming: Naming) -> list[list[SampleAnswer]]:
         """Returns the samples of each prompt. Cancelling the call ends them."""

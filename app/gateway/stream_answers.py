@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.answer_text import stream_text, text_for
 from tailrace.app.gateway.chat.chat import Chat
-from tailrace.app.gateway.chat.deltas import CallDeltas, TextDeltas
+from tailrace.app.gateway.chat.deltas import ParsedDeltas, TextDeltas
 from tailrace.app.gateway.edge.errors import SampleFailed
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, Streamable, TokensRequest
@@ -131,29 +131,29 @@ class ChatStream(PromptedStream):
     def __init__(self, chat: Chat, *request):
         super().__init__(*request)
         self._chat = chat
-        self._deltas: dict[int, TextDeltas | CallDeltas] = {}
+        self._deltas: dict[int, TextDeltas | ParsedDeltas] = {}
 
     def _begin(self, number: int) -> Iterator[dict]:
-        prompts, sampling, calls = self.model.prompts, self.wanted.sampling, self._chat.calls
-        if calls is None:
+        prompts, sampling, parser = self.model.prompts, self.wanted.sampling, self._chat.parser
+        if parser is None:
             self._deltas[number] = TextDeltas(prompts, sampling, self.request)
         else:
             name = self.naming.sample(self.wanted.prompts[0], number)
-            self._deltas[number] = CallDeltas(prompts, sampling, calls, self._prompts[number], name)
+            self._deltas[number] = ParsedDeltas(prompts, sampling, parser, self._prompts[number], name)
         prompt = {"prompt_token_ids": list(self._prompts[number])} if self.request.return_token_ids else {}
         yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None} | prompt
 
     def _choices(self, number: int, part: SampleTokens, due: SampleTokens) -> Iterator[dict]:
-        deltas, last = self._deltas[number], {}
+        deltas, last, thoughts = self._deltas[number], {}, self.request.include_reasoning is not False
         if self.request.logprobs and due.token_ids:
             content = answers.chat_logprobs(due, self.model, bool(self.request.return_tokens_as_token_ids))
             last["logprobs"] = {"content": content}
         if self.request.return_token_ids and due.token_ids:
             last["token_ids"] = list(due.token_ids)
         if part.answer is None:
-            found = list(joined(deltas.more(part.token_ids)))
+            found = list(joined(shown(deltas.more(part.token_ids), thoughts)))
         else:
-            found = list(joined(deltas.end(part.answer.sample)))
+            found = list(joined(shown(deltas.end(part.answer.sample), thoughts)))
             last |= answers.end(self.naming, part.answer)
             if deltas.calls_tools:
                 last["finish_reason"] = answers.with_calls(last["finish_reason"], self._chat)
@@ -191,15 +191,23 @@ class TokensStream(PromptedStream):
 
 
 def joined(deltas: Iterator[dict]) -> Iterator[dict]:
-    """Joins consecutive pieces of content."""
-    content = ""
+    """Joins consecutive pieces of content, and of thoughts."""
+    part, text = "", ""
     for delta in deltas:
-        if delta.keys() == {"content"}:
-            content += delta["content"]
-            continue
-        if content:
-            yield {"content": content}
-            content = ""
-        yield delta
-    if content:
-        yield {"content": content}
+        name = next(iter(delta)) if len(delta) == 1 else ""
+        if text and name != part:
+            yield {part: text}
+            text = ""
+        if name in ("content", "reasoning"):
+            part, text = name, text + delta[name]
+        else:
+            yield delta
+    if text:
+        yield {part: text}
+
+
+def shown(deltas: Iterator[dict], thoughts: bool) -> Iterator[dict]:
+    """Yields what a client gets to see, without thoughts if it does not want them."""
+    for delta in deltas:
+        if found := {name: part for name, part in delta.items() if thoughts or name != "reasoning"}:
+            yield found

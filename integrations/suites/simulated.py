@@ -17,7 +17,7 @@ from random import Random
 import uvicorn
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.gateway.chat.tool_calls import ToolParser
+from tailrace.app.gateway.chat.answer_parser import AnswerParser
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
@@ -60,7 +60,7 @@ async def serve(port: int, model: Path, folder: Path) -> None:
     service = GatewayService(
         lambda role: RolloutClient(handle=cluster.handle(), heartbeat=TaskHeartbeat, role=role), config
     )
-    parser = ToolParser(config.tool_parser, prompts.tokenizer)
+    parser = AnswerParser(config.tool_parser, None, prompts.tokenizer)
     service._model = ServedModel(model.name, str(model), MAX_MODEL_LEN, prompts, parser)
     app = make_app(service, config)
     server = Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5))

@@ -150,10 +150,12 @@ def answered() -> list[dict]:
     prompts = SimpleNamespace(piece=str)
     model, naming = SimpleNamespace(name="m", prompts=prompts), Naming(0, 0, "g", 0)
     chat_request = ChatRequest(messages=[MESSAGE], logprobs=True, return_token_ids=True)
-    calls = SimpleNamespace(
-        special=False, is_named=False, message=lambda *_: {"role": "assistant", "content": "", "tool_calls": [{}]}
+    parser = SimpleNamespace(
+        special=False,
+        is_named=False,
+        message=lambda *_: {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [{}]},
     )
-    chat = SimpleNamespace(request=chat_request, calls=calls, token_ids=(1,), keep=lambda *_: None)
+    chat = SimpleNamespace(request=chat_request, parser=parser, token_ids=(1,), keep=lambda *_: None)
     completion = CompletionRequest(prompt="a", logprobs=1, return_token_ids=True)
     with_features = {"features": features((1, 0), length=1), "return_token_ids": True}
     return [

@@ -9,28 +9,28 @@ from itertools import accumulate
 
 import numpy as np
 
+from tailrace.app.gateway.chat.answer_parser import AnswerParser, RequestParser
 from tailrace.app.gateway.chat.conversations import AnsweredTurn, AnsweredTurns, digest_after, digest_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.chat.tool_calls import RequestedCalls, ToolParser
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd
 
 
 class Chat:
-    """One chat request. `token_ids`: its prompt. `calls`: how its answers may call tools, or None. `answer`: message of
-    the last answer that was kept.
+    """One chat request. `token_ids`: its prompt. `parser`: of its answers, or None if they are text alone. `answer`:
+    message of the last answer that was kept.
     """
 
     answer: dict
 
     def __init__(
-        self, request: ChatRequest, prompts: Prompts, conversations: AnsweredTurns, tool_parser: ToolParser | None
+        self, request: ChatRequest, prompts: Prompts, conversations: AnsweredTurns, parser: AnswerParser | None
     ):
         """Raises ValueError, one line, if the request cannot be met."""
         self.request, self._prompts, self._conversations = request, prompts, conversations
-        self.calls = self._calls(tool_parser)
+        self.parser = self._checked(parser)
         self._messages = [message.for_template() for message in request.messages]
         normal = (message.normal() for message in request.messages)
         self._digests = list(accumulate(normal, digest_after, initial=digest_of(request.template())))
@@ -39,23 +39,22 @@ class Chat:
         except Exception as error:  # a template is a program, and fails as such
             raise ValueError(f"messages: the chat template refuses them: {error or type(error).__name__}") from error
 
-    def _calls(self, tool_parser: ToolParser | None) -> RequestedCalls | None:
-        if not self.request.may_call:
-            return None
-        if tool_parser is None:
+    def _checked(self, parser: AnswerParser | None) -> RequestParser | None:
+        calls = self.request.may_call
+        if calls and (parser is None or not parser.finds_calls):
             raise ValueError("tools: no tool_parser is set in the gateway's args; set one, or tool_choice to none")
-        if self.request.sampling().structured_outputs is not None:
+        if calls and self.request.sampling().structured_outputs is not None:
             raise ValueError(
                 "tools: not together with another form of the answer; remove one or set tool_choice to none"
             )
-        return tool_parser.of(self.request)
+        return None if parser is None else parser.of(self.request)
 
     def sampling(self) -> SamplingParams:
         """Returns the request's sampling parameters, with the form that its choice of tools needs."""
         sampling = self.request.sampling()
-        if self.calls is None or self.calls.form is None:
+        if self.parser is None or self.parser.form is None:
             return sampling
-        return SamplingParams(**sampling.model_dump() | {"structured_outputs": self.calls.form})
+        return SamplingParams(**sampling.model_dump() | {"structured_outputs": self.parser.form})
 
     # ---- the prompt ----------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ Called by `stream_answers`, one object for each choice.
 from collections.abc import Iterator, Sequence
 
 from tailrace.app.gateway.answer_text import stream_text, text_for, text_of
-from tailrace.app.gateway.chat.tool_calls import RequestedCalls
+from tailrace.app.gateway.chat.answer_parser import RequestParser
 from tailrace.app.gateway.requests import Answered
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
 
 
 class TextDeltas:
-    """An answer without tools."""
+    """An answer that is text alone."""
 
     def __init__(self, prompts: Prompts, sampling: SamplingParams, request: Answered):
         self._text = stream_text(prompts, sampling, not request.skip_special_tokens)
@@ -33,18 +33,18 @@ class TextDeltas:
             yield {"content": text}
 
 
-class CallDeltas:
-    """An answer that may call tools, sent token by token through vLLM's parser, since some parsers accept no more at
-    once.
+class ParsedDeltas:
+    """An answer that may have thoughts or call tools, sent token by token through vLLM's parser, since some parsers
+    accept no more at once. `message`: has its thoughts, whether they are sent or not.
 
     A token is parsed with its text, once the next one has arrived.
     """
 
-    def __init__(self, prompts: Prompts, sampling: SamplingParams, calls: RequestedCalls, prompt: Sequence[int],
+    def __init__(self, prompts: Prompts, sampling: SamplingParams, parser: RequestParser, prompt: Sequence[int],
                  name: str):  # fmt: skip
-        self._prompts, self._calls, self._prompt, self._name = prompts, calls, prompt, name
-        self._text = stream_text(prompts, sampling, calls.special)
-        self._parser = calls.parser()
+        self._prompts, self._request, self._prompt, self._name = prompts, parser, prompt, name
+        self._text = stream_text(prompts, sampling, parser.special)
+        self._parser = parser.parser()
         self._last: list[int] = []
         self.message: dict = {"role": "assistant", "content": "", "tool_calls": []}
 
@@ -58,15 +58,17 @@ class CallDeltas:
             self._last = [token]
 
     def end(self, sample: SampleResult) -> Iterator[dict]:
-        whole = text_of(sample, self._prompts, self._calls.special, self._calls.with_stop)
+        whole = text_of(sample, self._prompts, self._request.special, self._request.with_stop)
         rest = self._text.end(whole)
         yield from self._parsed(rest, self._last, ended=True)
 
     def _parsed(self, text: str, token_ids: Sequence[int], ended: bool = False) -> Iterator[dict]:
         if not (text or token_ids or ended):
             return
-        delta = self._calls.delta(self._parser, text, token_ids, self._prompt, self._name, ended)
-        self.message["content"] += delta.get("content", "")
+        delta = self._request.delta(self._parser, text, token_ids, self._prompt, self._name, ended)
+        for part in ("content", "reasoning"):
+            if part in delta:
+                self.message[part] = self.message.get(part, "") + delta[part]
         for call in delta.get("tool_calls", ()):
             self._add(call)
         if delta:

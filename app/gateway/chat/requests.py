@@ -99,6 +99,7 @@ class ChatRequest(Answered, Templated):
     parallel_tool_calls: bool | None = None
     documents: Annotated[list[dict[str, str]], Listed] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _fitting(self):

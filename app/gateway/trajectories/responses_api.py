@@ -121,7 +121,9 @@ class TurnResponse:
     def _ended(self, finish_reason: str, usage: dict, streamed: list) -> dict:
         message = self._turn.answer
         calls = [FunctionCall(id=one["id"], **one["function"]) for one in message.get("tool_calls") or ()]
-        output = build_response_output_items(None, message["content"], calls, None, self._asked.tools)
+        output = build_response_output_items(
+            message.get("reasoning"), message["content"], calls, None, self._asked.tools
+        )
         reuse_streamed_item_ids(output, streamed)
         statuses = {"length": "incomplete", "abort": "cancelled"}
         return self._response(statuses.get(finish_reason, "completed"), output, usage)

@@ -55,7 +55,7 @@ class TurnInProgress:
         messages. Raises ValueError, one line, at a limit.
         """
         messages = () if chat is None else chat.request.messages
-        said = [digest_of(one.normal()) for one in messages if one.role == "assistant"]
+        said = [said_digest(one) for one in messages if one.role == "assistant"]
         self._chat, self._begun = chat, self.tree.begin(token_ids, said)
         opening = self.tree.opening
         settings = opening.settings
@@ -80,7 +80,7 @@ class TurnInProgress:
             parent=begun.parent,
             turn=begun.turn,
             conversation=self._conversation,
-            message=b"" if self._chat is None else digest_of(RequestedMessage(**self.answer).normal()),
+            message=b"" if self._chat is None else said_digest(RequestedMessage(**self.answer)),
             closing=self._closing,
             prompt_token_ids=Column(begun.prompt),
             token_ids=sample.token_ids,
@@ -99,3 +99,8 @@ class TurnInProgress:
         """Returns the name of the first tool that the answer calls, or an empty one."""
         calls = () if self._chat is None else self.answer.get("tool_calls") or ()
         return calls[0]["function"]["name"][:MAX_TOOL] if calls else ""
+
+
+def said_digest(message: RequestedMessage) -> bytes:
+    """Returns the digest of an answer without its thoughts, which many harnesses do not send back."""
+    return digest_of({name: part for name, part in message.normal().items() if name != "reasoning"})

@@ -8,6 +8,18 @@ import pytest
 
 VOCABULARY = 2048
 
+TEMPLATE = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.reasoning and loop.index0 > ns.last %}
+{{- '<think>\\n' + m.reasoning.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
+{{- (m.content or '').lstrip('\\n') }}
+{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Keeps thoughts after the last question of the user alone, as Qwen3's does."""
+
 
 def first_tokens(tokenizer: dict) -> dict:
     """The demo model's tokenizer with its first tokens alone, which are the special ones, all bytes and short words."""
@@ -33,6 +45,20 @@ def narrow_model(model_dir, tmp_path_factory) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(first_tokens(whole)))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_dir / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def thinking_tokenizer(model_dir, tmp_path_factory) -> Path:
+    """Folder of the tokenizer and the configuration of a model that thinks; without weights."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("thinking")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    shutil.copy(model_dir / "config.json", folder)
     return folder
 
 

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from tailrace.app.gateway.chat.answer_parser import AnswerParser, own_id
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.conversations import Conversations
-from tailrace.app.gateway.chat.deltas import CallDeltas
+from tailrace.app.gateway.chat.deltas import ParsedDeltas
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.chat.tool_calls import ToolParser, own_id
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.constraints.form_check import form_refusal
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
@@ -33,8 +33,8 @@ def prompts(model_dir) -> Prompts:
 
 
 @pytest.fixture(scope="module")
-def parser(prompts) -> ToolParser:
-    return ToolParser("hermes", prompts.tokenizer)
+def parser(prompts) -> AnswerParser:
+    return AnswerParser("hermes", None, prompts.tokenizer)
 
 
 @pytest.fixture
@@ -46,6 +46,16 @@ def chat(prompts):
         return Chat(ChatRequest(**request), prompts, conversations, tool_parser)
 
     return make
+
+
+THOUGHTS = "<think>\nA lamp?\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def thinking(thinking_tokenizer) -> tuple[Prompts, AnswerParser]:
+    """Prompts and parser of a model that thinks."""
+    prompts = Prompts(str(thinking_tokenizer), 2_048)
+    return prompts, AnswerParser("hermes", "qwen3", prompts.tokenizer)
 
 
 def ended(token_ids, end=SampleEnd.STOP, **fields) -> SampleResult:
@@ -117,12 +127,12 @@ def test_conversations_have_a_bound(prompts):
 def test_calls_are_found_in_whole_answers_and_in_pieces(chat, parser, prompts):
     asked = chat(parser, messages=[USER], tools=TOOLS)
     tokens = [*prompts.encode(CALLS), prompts.tokenizer.eos_token_id]
-    whole = asked.calls.message(CALLS, tokens, "sample")
+    whole = asked.parser.message(CALLS, tokens, "sample")
     assert whole["content"] == "I look.\n"
     assert [json.loads(call["function"]["arguments"]) for call in whole["tool_calls"]] == [{"a": 1}, {"a": 20}]
     assert [call["id"] for call in whole["tool_calls"]] == [own_id(None, "sample", n) for n in (0, 1)]
     for size in (1, 3, 100):
-        deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+        deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
         for start in range(0, len(tokens), size):
             list(deltas.more(tokens[start : start + size]))
         list(deltas.end(ended(tokens)))
@@ -132,18 +142,18 @@ def test_calls_are_found_in_whole_answers_and_in_pieces(chat, parser, prompts):
 def test_an_answer_without_calls_is_content(chat, parser, prompts):
     asked = chat(parser, messages=[USER], tools=TOOLS)
     tokens = [*prompts.encode("Nothing <tool"), prompts.tokenizer.eos_token_id]
-    deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+    deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
     pieces = [*deltas.more(tokens), *deltas.end(ended(tokens))]
     assert "".join(piece["content"] for piece in pieces) == "Nothing " and not deltas.calls_tools
-    assert asked.calls.message("Nothing <tool", tokens, "s") == {"role": "assistant", "content": "Nothing <tool"}
+    assert asked.parser.message("Nothing <tool", tokens, "s") == {"role": "assistant", "content": "Nothing <tool"}
 
 
 def test_one_call_at_most_without_parallel_calls(chat, parser, prompts):
     asked = chat(parser, messages=[USER], tools=TOOLS, parallel_tool_calls=False)
     tokens = [*prompts.encode(CALLS), prompts.tokenizer.eos_token_id]
-    deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+    deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
     list(deltas.more(tokens)), list(deltas.end(ended(tokens)))
-    assert len(asked.calls.message(CALLS, tokens, "s")["tool_calls"]) == len(deltas.message["tool_calls"]) == 1
+    assert len(asked.parser.message(CALLS, tokens, "s")["tool_calls"]) == len(deltas.message["tool_calls"]) == 1
 
 
 def test_an_answer_whose_arguments_are_no_json_is_taken_back_with_its_tokens(chat, parser, prompts):
@@ -152,9 +162,9 @@ def test_an_answer_whose_arguments_are_no_json_is_taken_back_with_its_tokens(cha
     for text, end in ((CALLS, SampleEnd.STOP), (cut, SampleEnd.LENGTH), ("", SampleEnd.LENGTH)):
         asked = chat(parser, messages=[USER], tools=TOOLS)
         tokens = [*prompts.encode(text), *([prompts.tokenizer.eos_token_id] if end is SampleEnd.STOP else [])]
-        deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+        deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
         list(deltas.more(tokens)), list(deltas.end(ended(tokens, end, text=text)))
-        whole = asked.calls.message(text, tokens, "sample")
+        whole = asked.parser.message(text, tokens, "sample")
         if not tokens:
             assert chat(parser, messages=[USER, whole, USER], tools=TOOLS).token_ids
             continue
@@ -188,7 +198,7 @@ def test_a_required_call_is_a_form_of_the_answer(chat, parser, prompts, choice):
     sampling = asked.sampling()
     assert sampling.temperature == 0.5 and "look" in sampling.structured_outputs.structural_tag
     assert form_refusal(sampling.structured_outputs) is None
-    assert asked.calls.is_named == (choice != "required")
+    assert asked.parser.is_named == (choice != "required")
 
 
 def test_a_conversation_with_calls_goes_to_the_template_as_objects(chat):
@@ -222,4 +232,65 @@ def test_tools_and_another_form_are_refused_and_so_is_an_unknown_parser(chat, pa
     with pytest.raises(ValueError, match="not together with another form"):
         chat(parser, messages=[USER], tools=TOOLS, response_format={"type": "json_object"})
     with pytest.raises(ValueError, match="tool_parser: 'none-such' is none of vLLM's: "):
-        ToolParser("none-such", prompts.tokenizer)
+        AnswerParser("none-such", None, prompts.tokenizer)
+
+
+def pieces_of(prompts, asked, tokens, size, end=SampleEnd.STOP) -> ParsedDeltas:
+    deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
+    for start in range(0, len(tokens), size):
+        list(deltas.more(tokens[start : start + size]))
+    list(deltas.end(ended(tokens, end)))
+    return deltas
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_thoughts_are_a_field_of_their_own_whole_and_in_pieces(thinking, tools):
+    prompts, parser = thinking
+    asked = Chat(ChatRequest(messages=[USER], tools=tools), prompts, Conversations(1_000), parser)
+    said = CALLS if tools else "I look."
+    tokens = [*prompts.encode(THOUGHTS + said), prompts.tokenizer.eos_token_id]
+    whole = asked.parser.message(THOUGHTS + said, tokens, "sample")
+    assert whole["reasoning"].strip() == "A lamp?" and whole["content"].strip() == "I look."
+    assert len(whole.get("tool_calls", ())) == (2 if tools else 0)
+    for size in (1, 3, 100):
+        found = pieces_of(prompts, asked, tokens, size).message
+        assert (found["content"].strip(), found["reasoning"].strip()) == ("I look.", "A lamp?")
+        assert found["tool_calls"] == whole.get("tool_calls", [])
+    cut = prompts.encode(THOUGHTS)[:3]
+    assert "reasoning" in pieces_of(prompts, asked, cut, 1, SampleEnd.LENGTH).message
+    assert asked.parser.message("<think>\nA la", cut, "s")["content"] is None
+
+
+def test_thoughts_that_come_back_keep_their_tokens_where_the_template_keeps_them(thinking):
+    prompts, parser = thinking
+    memory = Conversations(1_000)
+    first = Chat(ChatRequest(messages=[USER], tools=TOOLS), prompts, memory, parser)
+    text = f"{THOUGHTS}I look.\n{CALL % 1}"
+    tokens = [token for one in text for token in prompts.encode(one)] + [prompts.tokenizer.eos_token_id]
+    message = first.parser.message(text, tokens, "sample")
+    first.keep(message, first.token_ids, ended(tokens))
+    result = {"role": "tool", "content": "no", "tool_call_id": message["tool_calls"][0]["id"]}
+    before = (*first.token_ids, *tokens)
+
+    def after(*messages):
+        asked = ChatRequest(messages=[USER, *messages], tools=TOOLS)
+        return Chat(asked, prompts, memory, parser).token_ids
+
+    assert after(message, result)[: len(before)] == before
+    without = {name: part for name, part in message.items() if name != "reasoning"}
+    assert "A lamp" not in prompts.decode(list(after(without, result)), special=True), "as the template has it"
+    asked_again = after(message, result, {"role": "user", "content": "Sure?"})
+    assert "A lamp" not in prompts.decode(list(asked_again), special=True), "the template drops them"
+
+
+def test_an_answer_with_a_form_has_no_thoughts(thinking):
+    prompts, parser = thinking
+
+    def asked(**more):
+        return Chat(ChatRequest(messages=[USER], **more), prompts, Conversations(1_000), parser)
+
+    assert asked(response_format={"type": "json_object"}).parser is None
+    required = asked(tools=TOOLS, tool_choice="required").parser
+    assert required.message(CALL % 1, (), "s")["tool_calls"] and "reasoning" not in required.message(THOUGHTS, (), "s")
+    with pytest.raises(ValueError, match="reasoning_parser: 'none-such' is none of vLLM's: "):
+        AnswerParser(None, "none-such", prompts.tokenizer)

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from tailrace.app.gateway.chat.tool_calls import ToolParser
+from tailrace.app.gateway.chat.answer_parser import AnswerParser
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
@@ -34,10 +34,12 @@ DIALECTS = ("chats", "messages", "responses", "stored")
 class ScriptedAnswers(GatewayService):
     """A service whose answers are ANSWERS in turn, each character encoded by itself."""
 
-    def __init__(self, prompts: Prompts):
+    def __init__(self, prompts: Prompts, thoughts: str = ""):
+        """`thoughts`: begin of each answer."""
         super().__init__(lambda role: SimpleNamespace(trajectories=self), GatewayConfig(tool_parser="hermes"))
-        self._model = ServedModel("model", "model", 2_048, prompts, ToolParser("hermes", prompts.tokenizer))
-        self._prompts = prompts
+        parser = AnswerParser("hermes", "qwen3" if thoughts else None, prompts.tokenizer)
+        self._model = ServedModel("model", "model", 2_048, prompts, parser)
+        self._prompts, self._thoughts = prompts, thoughts
         self.tools, self.sampled = [], []
         sessions = SimpleNamespace(
             call=lambda *called: self.tools.append(called[2]), end_trajectory=lambda *sample: None
@@ -47,6 +49,7 @@ class ScriptedAnswers(GatewayService):
     async def generate(self, role, wanted, naming):
         text = ANSWERS[len(self.sampled) % len(ANSWERS)]
         token_ids = [token for one in text for token in self._prompts.encode(one)]
+        token_ids[:0], text = self._prompts.encode(self._thoughts), self._thoughts + text
         token_ids.append(self._prompts.tokenizer.eos_token_id)
         self.sampled.append((wanted.prompts[0]["token_ids"], token_ids))
         logprobs = [-0.5] * len(token_ids)
@@ -94,7 +97,7 @@ async def by_chats(base: dict, app, streams: bool) -> None:
     results = [{"role": "tool", "tool_call_id": call.id, "content": "no"} for call in first.tool_calls]
     assert len(results) == 2
     second = await answered([USER, first.model_dump(exclude_none=True), *results])
-    assert second.content == ANSWERS[1]
+    assert second.content.strip() == ANSWERS[1]
 
 
 async def by_messages(base: dict, app, streams: bool) -> None:
@@ -115,7 +118,7 @@ async def by_messages(base: dict, app, streams: bool) -> None:
     results = [{"type": "tool_result", "tool_use_id": use.id, "content": "no"} for use in uses]
     said = [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
     second = await answered([USER, *said])
-    assert second.content[0].text == ANSWERS[1] and second.stop_reason == "end_turn"
+    assert second.content[-1].text.strip() == ANSWERS[1] and second.stop_reason == "end_turn"
 
 
 async def by_responses(base: dict, app, streams: bool, stored: bool = False) -> None:
@@ -138,7 +141,7 @@ async def by_responses(base: dict, app, streams: bool, stored: bool = False) -> 
         second = await answered(results, previous_response_id=first.id)
     else:
         second = await answered([USER, *(one.model_dump(exclude_none=True) for one in first.output), *results])
-    assert second.output_text == ANSWERS[1]
+    assert second.output_text.strip() == ANSWERS[1]
 
 
 async def played(dialect: str, base: dict, app, streams: bool) -> None:
@@ -175,5 +178,27 @@ def test_sampled_tokens_stay_when_a_harness_returns_with_its_tools_results(promp
         assert again != list(row.token_ids), "no tokenizer would encode it so"
         assert sum(row.mask) == len(first) + len(second) == found.sampled_tokens
         assert {span.version for turn in row.turns for span in turn.weight_versions} == {4}
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_thoughts_come_and_return_in_the_dialects_own_form(thinking_tokenizer, dialect, streams):
+    prompts = Prompts(str(thinking_tokenizer), 2_048)
+
+    async def story():
+        service = ScriptedAnswers(prompts, "<think>\nA lamp?\n</think>\n\n")
+        app = make_app(service, GatewayConfig())
+        client = Client("http://gateway", transport=httpx.ASGITransport(app))
+        trajectory = await client.trajectory(group="g")
+        base = {"base_url": trajectory.base_url, "api_key": trajectory.api_key}
+        await played(dialect, base, app, streams)
+        found = await trajectory.reward(1.0)
+        client.close()
+        (row,) = found.rows
+        (first_prompt, first), (second_prompt, second) = service.sampled
+        assert second_prompt[: len(first_prompt) + len(first)] == (*first_prompt, *first)
+        assert list(row.token_ids) == [*second_prompt, *second] and found.reencoded_tokens == 0
 
     asyncio.run(story())
