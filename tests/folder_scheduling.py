@@ -14,11 +14,11 @@ LARGE = ("deployed", "drafter", "elastic")
 
 SECONDS = {
     "large": 600,
-    "gateway": 500,
+    "gateway": 400,
     "small": 180,
     "test_serve.py": 110,
-    "trainers/test_modes.py": 170,
-    "trainers/test_publish.py": 120,
+    "trainers/test_modes.py": 110,
+    "trainers/test_publish.py": 50,
     "engines/test_redraws.py": 60,
     "engines/test_windowed_engine.py": 45,
     "trainers/test_async_grpo.py": 45,
