@@ -8,12 +8,12 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from first_ended import FirstEnded
 
 from tailrace.app.train.feed import group_feed
 from tailrace.app.train.feed.group_feed import GroupFeed
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
-from tailrace.policies.models.group_turns import GroupTurns
 
 SIZE, STEPS, SAMPLES = 4, 24, 2
 
@@ -101,24 +101,6 @@ def test_a_step_has_whole_groups_each_once_and_within_the_bound():
     assert min(queued) >= 0 and 0 < max(queued) <= 2, "groups wait in the queue for their trainer, too"
     assert any(one[0] != step for step, taken in enumerate(steps) for one in taken), "some overtake"
     assert feed.cancelled == []
-
-
-class FirstEnded(GroupTurns):
-    """Takes what has ended first, and begins others in its place, with no bound."""
-
-    @property
-    def room(self) -> int:
-        return self._most - len(self._deadlines) + sum(step < self.version for step in self._deadlines.values())
-
-    def take(self, ended):
-        group = next((one for one in self._deadlines if one in ended), None) if self.taken < self._size else None
-        if group is not None:
-            del self._deadlines[group]
-            self.taken += 1
-        return group
-
-    def end_step(self) -> None:
-        self.version, self.taken = self.version + 1, 0
 
 
 def long_share(seeds: range, cut: slice) -> float:

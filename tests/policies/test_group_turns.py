@@ -5,6 +5,7 @@ from random import Random
 from statistics import mean
 
 import pytest
+from first_ended import FirstEnded
 
 from tailrace.policies.models.group_turns import GroupTurns
 
@@ -52,24 +53,6 @@ def test_lengths_that_are_trained_on_are_those_of_all_samples_at_any_time():
     trained = mean(length for _, steps, _ in found for step in steps[10:30] for length in step)
     everything = mean(length for lengths, _, _ in found for length in lengths)
     assert trained == pytest.approx(everything, rel=0.05)
-
-
-class FirstEnded(GroupTurns):
-    """The bias that the bound prevents: a step takes whatever has ended, and begins others in its place."""
-
-    @property
-    def room(self) -> int:
-        return self._most - len(self._deadlines) + sum(step < self.version for step in self._deadlines.values())
-
-    def take(self, ended):
-        group = next((one for one in self._deadlines if one in ended), None) if self.taken < self._size else None
-        if group is not None:
-            del self._deadlines[group]
-            self.taken += 1
-        return group
-
-    def end_step(self) -> None:
-        self.version, self.taken = self.version + 1, 0
 
 
 def test_without_the_bound_short_groups_would_come_first():

@@ -65,6 +65,7 @@ class RequestParser:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         body: dict = {"messages": [{"role": one.role, "content": one.text()} for one in request.messages]}
+        body["skip_special_tokens"] = request.skip_special_tokens
         if request.may_call:
             body |= {"tools": [tool.for_template() for tool in request.tools], "tool_choice": "auto"}
             body |= request.model_dump(include={"tool_choice", "parallel_tool_calls"}, exclude_none=True)
@@ -74,7 +75,8 @@ class RequestParser:
             self._asked = ChatCompletionRequest.model_validate(body)
             self._asked = self.parser().adjust_request(self._asked)
         except Exception as error:  # vLLM's own kinds, which are no ValueError
-            raise ValueError(f"tools: vLLM's parser refuses them: {error}") from error
+            field = "tools" if request.may_call else "messages"
+            raise ValueError(f"{field}: vLLM's parser refuses them: {error}") from error
         self.special = not self._asked.skip_special_tokens
         self.with_stop = request.include_stop_str_in_output
         self.is_named = request.chosen is not None

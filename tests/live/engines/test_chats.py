@@ -294,3 +294,11 @@ def test_an_answer_with_a_form_has_no_thoughts(thinking):
     assert required.message(CALL % 1, (), "s")["tool_calls"] and "reasoning" not in required.message(THOUGHTS, (), "s")
     with pytest.raises(ValueError, match="reasoning_parser: 'none-such' is none of vLLM's: "):
         AnswerParser(None, "none-such", prompts.tokenizer)
+
+
+def test_special_tokens_beside_thoughts_are_shown_where_they_are_wanted(thinking):
+    prompts, _ = thinking
+    parser = AnswerParser(None, "deepseek_r1", prompts.tokenizer)
+    for skips in (True, False):
+        request = ChatRequest(messages=[USER], skip_special_tokens=skips)
+        assert Chat(request, prompts, Conversations(1_000), parser).parser.special is not skips
