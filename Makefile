@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 test test-%: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-sglang test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-harnesses test-sglang test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -55,6 +55,13 @@ test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, i
 	@[ .venv-renderers/.made -nt integrations/renderers/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-renderers && \
 	.venv-renderers/bin/pip install -q --no-deps -r integrations/renderers/requirements.txt && touch .venv-renderers/.made; }
 	@$(PY) -m pytest --renderers -m renderers tests/live/trainers/test_renderers.py
+
+test-harnesses: setup ## agents' harnesses, unmodified, against a gateway; in .venv-harnesses, and by npm (minutes)
+	@[ .venv-harnesses/.made -nt integrations/harnesses/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-harnesses && \
+	.venv-harnesses/bin/pip install -q --no-deps -r integrations/harnesses/requirements.txt && touch .venv-harnesses/.made; }
+	@command -v npm >/dev/null || { echo "npm: not found; install Node.js 18 or later"; exit 1; }
+	@cd integrations/harnesses && npm install --no-package-lock --ignore-scripts --no-audit --no-fund --silent && node node_modules/opencode-ai/postinstall.mjs
+	@$(PY) -m pytest --harnesses -m harnesses tests/live/harnesses
 
 test-sglang: setup ## the clients of slime, miles and AReaL, unmodified, against a gateway; give SLIME=, MILES=, AREAL= a checkout each
 	@[ -n "$(SLIME)$(MILES)$(AREAL)" ] || { echo "SLIME, MILES, AREAL: give a checkout of one or more of them"; exit 2; }

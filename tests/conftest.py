@@ -1,8 +1,8 @@
 """Three tiers by marker, run in this order: pure (no marker), live (Ray, vLLM, the demo model), gpu.
 
-Tests marked `long`, `hosts` or `renderers` are left out unless an option of that name is given. `make test-long`,
-`test-hosts` and `test-renderers` run them alone. Those marked `browser` or `traces` are skipped where their tools are
-not.
+Tests marked `long`, `hosts`, `renderers` or `harnesses` are left out unless an option of that name is given. `make
+test-long`, `test-hosts`, `test-renderers` and `test-harnesses` run them alone. Those marked `browser` or `traces` are
+skipped where their tools are not.
 
 Invariant: a pure test cannot import ray or vllm, whatever ran or was collected before it. Files under tests/live
 are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. Those under
@@ -25,6 +25,7 @@ TIERS = ("pure", "live", "gpu")
 ON_REQUEST = {
     "long": "the tests marked `long`",
     "hosts": "the tests on hosts of their own (root)",
+    "harnesses": "the tests of agents' harnesses, which have environments of their own",
     "renderers": "the tests of prime-rl's renderers and verifiers, which have an environment of their own",
 }
 HEAVY = {"ray", "vllm"}

@@ -1,9 +1,10 @@
 """Messages of trajectories: turns that a gateway captured from an agent, as a tree. Made and read by gateways."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tailrace.deployments.messages.message import Message, Name, RequestMessage
 from tailrace.deployments.messages.rollout import BatchSettings
+from tailrace.deployments.messages.sampling import SamplingParams, StructuredOutputs
 from tailrace.deployments.messages.session import MAX_INDEX
 from tailrace.deployments.results.columns import LogprobColumn, TokenColumn
 from tailrace.deployments.results.routed_experts import RoutedExperts
@@ -26,6 +27,31 @@ class TrajectoryLimits(RequestMessage):
     branches: int = Field(64, ge=0, le=MAX_TURNS, description="prompts that do not continue the latest one's line")
 
 
+class TrajectorySampling(RequestMessage):
+    """Sampling parameters that all answers of a trajectory have, whatever its harness asks for: a trainer chooses the
+    distribution, and harnesses set a temperature of their own. A field that is not given is the harness's.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _valid(self):
+        self.over(SamplingParams())
+        return self
+
+    def over(self, asked: SamplingParams) -> SamplingParams:
+        """Returns what a harness asked for, with these values. Raises ValueError if both do not fit together."""
+        own = {name: value for name, value in self if value is not None}
+        return SamplingParams(**dict(asked) | own) if own else asked
+
+
 class TrajectoryOpening(RequestMessage):
     """What a trajectory is opened with. `key_digest`: SHA-256 of its key, in hexadecimal digits. `model`: name of an
     adapter, or of the model.
@@ -38,6 +64,7 @@ class TrajectoryOpening(RequestMessage):
     index: int = Field(0, ge=0, le=MAX_INDEX)
     model: Name | None = None
     limits: TrajectoryLimits = TrajectoryLimits()
+    sampling: TrajectorySampling = TrajectorySampling()
 
 
 class StoredResponse(Message):

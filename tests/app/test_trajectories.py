@@ -281,8 +281,12 @@ def test_the_number_of_trajectories_is_limited(calls, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "body", [{"group": ""}, {"index": -1}, {"limits": {"turns": 0}}, {"limits": {"days": 1}}, {"unknown": 1}]
-)
+    "body",
+    [
+        {"group": ""}, {"index": -1}, {"limits": {"turns": 0}}, {"limits": {"days": 1}}, {"unknown": 1},
+        {"sampling": {"temperature": -1.0}}, {"sampling": {"seed": 1}}, {"sampling": {"structured_outputs": {}}},
+    ],
+)  # fmt: skip
 def test_a_bad_opening_is_refused(body):
     with pytest.raises(ValidationError):
         OpenRequest(**body)

@@ -29,7 +29,7 @@ def usual_policies() -> Policies:
 
 @contextmanager
 def gateway(
-    model: Path, folder: Path, vllm_args: dict | None = None, **changes: int
+    model: Path, folder: Path, vllm_args: dict | None = None, max_model_len: int = 512, **changes: int
 ) -> Iterator[tuple[str, RolloutClient]]:
     """Its address, and a client by Ray. `folder`: for the file of tokens. `changes`: of its GatewayConfig."""
     tokens = folder / "tokens"
@@ -37,7 +37,7 @@ def gateway(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512, "vllm_args": vllm_args or {}}
+    settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": max_model_len, "vllm_args": vllm_args or {}}
     file = with_engine(load_config(FILE), settings)
     usual = {"max_body_bytes": 20_000, "tool_parser": "hermes", "port": port}
     config = GatewayConfig(tokens_file=str(tokens), **(usual | changes))

@@ -92,5 +92,5 @@ def _begun(
     naming, left = turn.begin(token_ids, chat)
     wished = request.max_tokens if chat is None else request.bound[1]
     bound = min(wished or model.max_model_len, model.max_model_len, left)
-    sampling = (chat or request).sampling()
+    sampling = turn.tree.opening.sampling.over((chat or request).sampling())
     return naming, Wanted([{"token_ids": token_ids}], 1, bound, sampling, request.chunk_tokens(), adapter=model.adapter)

@@ -7,22 +7,32 @@ import json
 from collections.abc import AsyncIterator
 
 from fastapi import Request
+from fastapi.responses import JSONResponse
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from tailrace.app.gateway.chat.messages import CalledFunction
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.edge.errors import error_of
+from tailrace.app.gateway.edge.errors import error_body, error_of
 from tailrace.app.gateway.trajectories.harness import Harness
 from tailrace.app.http.event_stream import NamedEventStream
 
 SERVING = object.__new__(AnthropicServingMessages)
 """vLLM's conversion, which uses no state of its server."""
 
+UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details of a refused `thread`, by which Anthropic's clients (2.14) send whole conversations from then on."""
+
 
 async def messages(harness: Harness, body: dict, http: Request):
-    """Makes a turn."""
+    """Makes a turn, or refuses a field that vLLM ignores, and without which a request means something else."""
+    if body.get("thread") is not None:
+        line = "thread: conversations are not kept under a message's id; send all messages, without it"
+        refused = error_body(400, line)["error"] | {"details": UNTHREADED}
+        return JSONResponse({"type": "error", "error": refused}, 400)
+    if body.get("compaction") is not None:
+        raise ValueError("compaction: not honoured here; remove it")
     asked = AnthropicMessagesRequest(**body)
     turn = await harness.turn(http)
     return await harness.answer(http, turn, await chat_request(harness, asked), _whole, _streamed)

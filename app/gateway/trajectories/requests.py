@@ -5,7 +5,7 @@ from pydantic import Field
 from tailrace.app.gateway.edge.fields import RequestBody
 from tailrace.deployments.messages.message import MAX_NUMBER
 from tailrace.deployments.messages.session import MAX_INDEX
-from tailrace.deployments.messages.trajectory import TrajectoryLimits
+from tailrace.deployments.messages.trajectory import TrajectoryLimits, TrajectorySampling
 
 
 class OpenRequest(RequestBody):
@@ -18,6 +18,7 @@ class OpenRequest(RequestBody):
     weights_version: int | None = Field(None, ge=0, le=MAX_NUMBER, description="turns begin under no other; null: any")
     model: str | None = Field(None, min_length=1, description="the model or an adapter; a harness may name any model")
     limits: TrajectoryLimits = TrajectoryLimits()
+    sampling: TrajectorySampling = TrajectorySampling()
 
 
 class RewardRequest(RequestBody):

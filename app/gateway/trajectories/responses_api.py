@@ -38,14 +38,14 @@ SAME = (
 )  # fmt: skip
 """Fields that chats have under the same name."""
 
-REFUSED = ("background", "previous_input_messages", "enable_response_messages", "max_tool_calls")
+REFUSED = ("background", "previous_input_messages", "enable_response_messages", "max_tool_calls", "conversation")
 """Fields that would change the answer, and are not honoured."""
 
 
 async def responses(harness: Harness, body: dict, http: Request):
     """Makes a turn. Raises ValueError, one line, for a field that is not honoured."""
     asked = ResponsesRequest(**body)
-    if wrong := [name for name in REFUSED if getattr(asked, name)]:
+    if wrong := [name for name in REFUSED if getattr(asked, name, None) or body.get(name)]:
         raise ValueError(f"{wrong[0]}: not honoured here; remove it")
     turn = await harness.turn(http)
     added = construct_input_messages(request_input=asked.input)

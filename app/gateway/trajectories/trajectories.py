@@ -45,7 +45,7 @@ class GatewayTrajectories:
         naming = Naming(request.seed, request.step, group, request.index, weights_version=request.weights_version)
         opening = TrajectoryOpening(
             trajectory_id=name, key_digest=sha256(key.encode()).hexdigest(), settings=naming.session(), group=group,
-            index=request.index, model=request.model, limits=request.limits,
+            index=request.index, model=request.model, limits=request.limits, sampling=request.sampling,
         )  # fmt: skip
         await self._calls_of(role).open(opening, request.limits.seconds)
         for other in [other for other, one in self._known.items() if one.ends_s < time.monotonic()]:

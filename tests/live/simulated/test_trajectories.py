@@ -117,6 +117,32 @@ def test_turns_of_an_openai_client_are_one_row_whole_or_streamed(play):
     play(story)
 
 
+def test_a_trainer_s_sampling_holds_whatever_the_harness_asks_for(play, monkeypatch):
+    asked, generate = [], GatewayService.generate
+
+    async def noted(self, role, wanted, naming):
+        asked.append(wanted.sampling)
+        return await generate(self, role, wanted, naming)
+
+    monkeypatch.setattr(GatewayService, "generate", noted)
+
+    async def story(cluster, http, other):
+        own = await opened(http, sampling={"temperature": 1.0, "top_k": 9})
+        await said(client_of(http, own), [user("5 6")], temperature=0.0, top_p=0.5, presence_penalty=1.0)
+        free = await opened(other)
+        await said(client_of(other, free), [user("5 6")], temperature=0.0)
+        mine, theirs = asked
+        assert (mine.temperature, mine.top_k, mine.top_p, mine.presence_penalty) == (1.0, 9, 0.5, 1.0)
+        assert theirs.temperature == 0.0
+        formed = await opened(http, sampling={"structured_outputs": {"regex": "yes|no"}})
+        with pytest.raises(openai.BadRequestError, match="remove ignore_eos and min_tokens"):
+            await said(client_of(http, formed), [user("5 6")], extra_body={"min_tokens": 3})
+        for trajectory in (own, free, formed):
+            await rewarded(http, trajectory)
+
+    play(story)
+
+
 def test_a_prompt_that_does_not_continue_is_a_branch_and_each_token_is_trained_once(play):
     async def story(cluster, http, other):
         trajectory = await opened(http, seed=4)
@@ -297,6 +323,16 @@ def test_anthropics_client_makes_the_same_turns(play):
             assert body["rows"] == expected and len(expected) == 1 and body["turns"] == 2
         with pytest.raises(anthropic.AuthenticationError):
             await client.messages.create(model="claude", max_tokens=3, messages=[user("5")])
+        trajectory = await opened(http)
+        headers = {"Authorization": f"Bearer {trajectory['api_key']}"}
+        asked = {"model": "claude", "max_tokens": 3, "messages": [user("5")]}
+        for more in ({"thread": {"type": "create"}}, {"compaction": {"type": "enabled"}}):
+            answer = await http.post(f"{trajectory['base_url']}/messages", json=asked | more, headers=headers)
+            (name,) = more
+            assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{name}: ")
+            is_known = answer.json()["error"].get("details", {}).get("error_code") == "thread_unsupported_request"
+            assert is_known == (name == "thread"), "by this Anthropic's clients send whole conversations"
+        assert (await rewarded(http, trajectory))["turns"] == 0
 
     play(story)
 
