@@ -202,3 +202,28 @@ def test_thoughts_come_and_return_in_the_dialects_own_form(thinking_tokenizer, d
         assert list(row.token_ids) == [*second_prompt, *second] and found.reencoded_tokens == 0
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_usage_counts_the_tokens_of_thoughts(thinking_tokenizer, streams):
+    prompts = Prompts(str(thinking_tokenizer), 2_048)
+    count = len(prompts.encode("\nA lamp?\n"))
+
+    async def story():
+        app = make_app(ScriptedAnswers(prompts, "<think>\nA lamp?\n</think>\n\n"), GatewayConfig())
+        client = Client("http://gateway", transport=httpx.ASGITransport(app))
+        trajectory = await client.trajectory(group="g")
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        base = {"base_url": trajectory.base_url, "api_key": trajectory.api_key}
+        harness = openai.AsyncOpenAI(http_client=http, max_retries=0, **base)
+        same, options = {"model": "any", "stream": streams}, {"stream_options": {"include_usage": True}}
+        chat = await harness.chat.completions.create(messages=[USER], **same, **options if streams else {})
+        response = await harness.responses.create(input=[USER], **same)
+        if streams:
+            *_, chat = [event async for event in chat]
+            *_, response = [event.response async for event in response if event.type == "response.completed"]
+        assert chat.usage.completion_tokens_details.reasoning_tokens == count
+        assert response.usage.output_tokens_details.reasoning_tokens == count
+        client.close()
+
+    asyncio.run(story())
