@@ -227,3 +227,33 @@ def test_usage_counts_the_tokens_of_thoughts(thinking_tokenizer, streams):
         client.close()
 
     asyncio.run(story())
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+SOURCE = {"type": "base64", "media_type": "image/png", "data": PIXEL}
+URL = f"data:image/png;base64,{PIXEL}"
+PARTS = {
+    "/chat/completions": ("messages", {"type": "image_url", "image_url": {"url": URL}}),
+    "/messages": ("messages", {"type": "image", "source": SOURCE}),
+    "/responses": ("input", {"type": "input_image", "image_url": URL, "detail": "auto"}),
+}
+
+
+@pytest.mark.parametrize("path", PARTS)
+def test_an_image_is_refused_in_one_line_and_begins_no_turn(prompts, path):
+    async def story():
+        app = make_app(service := ScriptedAnswers(prompts), GatewayConfig())
+        client = Client("http://gateway", transport=httpx.ASGITransport(app))
+        trajectory = await client.trajectory(group="g")
+        key = {"authorization": f"Bearer {trajectory.api_key}"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), headers=key) as http:
+            field, part = PARTS[path]
+            asked = {"model": "any", "stream": True, field: [{"role": "user", "content": [part]}]}
+            asked |= {"max_tokens": 9} if path == "/messages" else {}
+            answer = await http.post(trajectory.base_url + path, json=asked)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "image" in message and "a chat is text alone here; remove it" in message
+        assert not service.sampled and PIXEL not in message
+        client.close()
+
+    asyncio.run(story())
