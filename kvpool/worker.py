@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from mooncake.store import MooncakeDistributedStore
@@ -41,7 +42,7 @@ class PoolWorkerMetadata(MooncakeStoreWorkerMetadata):
     returned_loads: Counter = field(default_factory=Counter)  # request -> ranks whose load has returned
     failed_loads: dict[str, str] = field(default_factory=dict)  # request -> why its load failed
     counts: Counter = field(default_factory=Counter)
-    pulls: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) of successful loads
+    pulls: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) of successful transfers
     step: int = 0  # number of the scheduler's metadata that this follows
 
     def aggregate(self, other: "PoolWorkerMetadata") -> "PoolWorkerMetadata":
@@ -67,6 +68,7 @@ class Load:
     block_ids: set[int]
     tokens: int
     started_s: float
+    arrived_s: float = 0.0  # when its last block came; the step that runs then may take much longer
     late: bool = False  # reported as failed at its deadline
 
 
@@ -106,6 +108,13 @@ class PoolWorker(MooncakeStoreWorker):
             retire(job)
 
         send.finish_store_job = finish_store_job
+        for receive in self.kv_recv_threads:
+            receive.set_finished_request = partial(self._arrived, receive.set_finished_request)
+
+    def _arrived(self, finish: Callable[[str], None], req_id: str) -> None:
+        """Records when a load's last block came, on the loading thread, before vLLM reports the load."""
+        self._loads[req_id].arrived_s = time.monotonic()
+        finish(req_id)
 
     def keep_beside(self, blocks: torch.Tensor) -> None:
         """Saves and loads a row of this tensor with the KV of each block. It is on the KV's device and stays there.
@@ -225,7 +234,7 @@ class PoolWorker(MooncakeStoreWorker):
         self._counts.took("pull_wait", took_s)
         if failure is None:
             self._counts.add("loaded_tokens", load.tokens)
-            self._report.pulls.append((load.tokens, took_s))
+            self._report.pulls.append((load.tokens, load.arrived_s - load.started_s))
         else:
             self._report.failed_loads[req_id] = failure
             self._counts.add(f"pull_failed.{failure}")

@@ -42,6 +42,7 @@ def completion(
 
 
 def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: list[list[SampleAnswer]]) -> dict:
+    thoughts = 0
     request, choices = chat.request, []
     for answer in answers[0]:
         sample = answer.sample
@@ -50,7 +51,8 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
         else:
             name = naming.sample({"token_ids": chat.token_ids}, len(choices))
             text = text_of(sample, model.prompts, chat.parser.special, request.include_stop_str_in_output)
-            message = chat.parser.message(text, sample.token_ids, name)
+            message, count = chat.parser.message(text, sample.token_ids, name)
+            thoughts += count
         seen = message if request.include_reasoning is not False else message | {"reasoning": None}
         choice = {"index": len(choices), "message": NULLS | seen, "logprobs": None} | end(naming, answer)
         if message.get("tool_calls"):
@@ -60,7 +62,8 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
             choice["logprobs"] = {"content": content}
         chat.keep(message, answer.prompt_token_ids, sample)
         choices.append(choice | _ids(request.return_token_ids, answer))
-    found = _answer("chatcmpl", "chat.completion", model, choices, answers)
+    counted = thoughts if chat.finds_thoughts else None
+    found = _answer("chatcmpl", "chat.completion", model, choices, answers, counted)
     found["prompt_token_ids"] = list(answers[0][0].prompt_token_ids) if request.return_token_ids else None
     return found | {"prompt_logprobs": prompt_logprobs(answers[0][0], model)}
 
@@ -109,11 +112,12 @@ def failures(answers: Iterable[list[SampleAnswer]]) -> list[str]:
 
 
 def _answer(
-    prefix: str, kind: str, model: ServedModel, choices: list[dict], answers: Sequence[list[SampleAnswer]]
-) -> dict:
+    prefix: str, kind: str, model: ServedModel, choices: list[dict], answers: Sequence[list[SampleAnswer]],
+    thoughts: int | None = None,
+) -> dict:  # fmt: skip
     prompt = sum(len(of_prompt[0].prompt_token_ids) for of_prompt in answers)
     made = sum(len(one.sample.token_ids) for of_prompt in answers for one in of_prompt)
-    return head(prefix, kind, model) | {"choices": choices, "usage": usage(prompt, made)}
+    return head(prefix, kind, model) | {"choices": choices, "usage": usage(prompt, made, thoughts)}
 
 
 def head(prefix: str, kind: str, model: ServedModel) -> dict:
@@ -121,12 +125,14 @@ def head(prefix: str, kind: str, model: ServedModel) -> dict:
     return {"id": f"{prefix}-{token_hex(12)}", "object": kind, "created": int(time.time()), "model": model.name}
 
 
-def usage(prompt_tokens: int, made_tokens: int) -> dict:
+def usage(prompt_tokens: int, made_tokens: int, thoughts: int | None = None) -> dict:
+    """Returns a request's tokens. `thoughts`: those of thoughts, or None if nothing finds them."""
+    details = {} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": made_tokens,
         "total_tokens": prompt_tokens + made_tokens,
-    }
+    } | details
 
 
 def end(naming: Naming, answer: SampleAnswer) -> dict:

@@ -69,7 +69,11 @@ class AnswerStream:
 
     def _usage(self) -> dict:
         lengths = {number // self.wanted.n: len(ids) for number, ids in self._prompts.items()}  # by prompt
-        return answers.usage(sum(lengths.values()), self._made.total())
+        return answers.usage(sum(lengths.values()), self._made.total(), self._thoughts())
+
+    def _thoughts(self) -> int | None:
+        """Returns the tokens of thoughts so far; None if nothing finds them."""
+        return None
 
     def _begin(self, number: int) -> Iterator[dict]:
         raise NotImplementedError
@@ -132,6 +136,9 @@ class ChatStream(PromptedStream):
         super().__init__(*request)
         self._chat = chat
         self._deltas: dict[int, TextDeltas | ParsedDeltas] = {}
+
+    def _thoughts(self) -> int | None:
+        return sum(one.thoughts for one in self._deltas.values()) if self._chat.finds_thoughts else None
 
     def _begin(self, number: int) -> Iterator[dict]:
         prompts, sampling, parser = self.model.prompts, self.wanted.sampling, self._chat.parser

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from tailrace.deployments.batches.prompts import Prepared
-from tailrace.deployments.batches.records import SampleRecord
+from tailrace.deployments.batches.records import SampleRecord, shared_tokens
 from tailrace.deployments.features.prompt_features import continues
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.session import SampleRequest
@@ -59,7 +59,7 @@ class HeldRecords:
     def nearest(self, prepared: Prepared, request: SampleRequest) -> str | None:
         """Returns the held sample from which a request branches: the one that it shares the most tokens with."""
         held = self._held.get((request.group.prompt_id, request.index), {})
-        shared = [(_shared_tokens(one.context(), prepared.token_ids), sample_id) for sample_id, one in held.items()]
+        shared = [(shared_tokens(one.context(), prepared.token_ids), sample_id) for sample_id, one in held.items()]
         return max(shared)[1] if shared else None
 
 
@@ -75,13 +75,6 @@ def _goes_on(sample: SampleRecord, prepared: Prepared, request: SampleRequest) -
 
 def _context_tokens(sample: SampleRecord) -> int:
     return len(sample.prompt) + sample.tokens - sample.earlier_tokens
-
-
-def _shared_tokens(one: np.ndarray, other: tuple[int, ...]) -> int:
-    """Returns the length of the common beginning."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != np.asarray(other[:length], one.dtype))
-    return int(differs[0]) if len(differs) else length
 
 
 def _place(sample: SampleRecord) -> tuple[str, int]:

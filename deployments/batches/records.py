@@ -4,7 +4,7 @@ Invariant (law 1): a chunk is written once, at the position its `StartChunk` nam
 tokens, these records hold them. Called by the coordinator alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 
@@ -250,6 +250,13 @@ class SampleRecord:
 def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     """Concatenates arrays of one dtype in order."""
     return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
+
+
+def shared_tokens(one: np.ndarray, other: Sequence[int]) -> int:
+    """Returns the length of the common beginning of two contexts."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != np.asarray(other[:length], one.dtype))
+    return int(differs[0]) if len(differs) else length
 
 
 def escaped(name: str, mark: str) -> str:

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tailrace.deployments.batches.live_batch import LiveBatch
-from tailrace.deployments.batches.records import GroupRecord
+from tailrace.deployments.batches.records import GroupRecord, SampleRecord, shared_tokens
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import is_own_cancel
 from tailrace.deployments.messages.status import PoolView
@@ -61,6 +61,7 @@ class KvPoolManager:
         self._todo: deque[tuple[str, list]] = deque()  # queued operations of the master
         self._later: list[tuple[float, str, list]] = []  # operations to repeat, with their time
         self._todo_keys = 0
+        self._awaited: list[tuple[bytes, int, list[SampleRecord]]] = []  # names, start, branches that may read them
         self._wake = asyncio.Event()
         self._prefixes: tuple[str, ...] = ()
         self._early: deque[tuple] = deque(maxlen=MAX_EARLY)  # operations on blocks before any prefix was known
@@ -109,23 +110,45 @@ class KvPoolManager:
 
     def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
         """Releases a sample's own blocks, or the blocks of its group's prompt. The last of mates and of branches that
-        began with the same tokens releases the blocks of these.
+        began with the same tokens releases the blocks of these. Blocks that a branch is yet to read stay for it.
         """
         self._counts[f"releases.{action.cause}"] += 1
         group, sample_id = batch.groups[action.group_id], action.sample_id
         prompt_bytes = len(group.prompt) // max(1, self._block_tokens) * NAME_BYTES
         samples = group.samples if sample_id is None else [batch.samples[sample_id]]
         group.prompt_kv_names.update(sample.kv_names[:prompt_bytes] for sample in samples)
-        others = [names for other in batch.namesakes(action.group_id) for names in _kept_names(other)]
+        namesakes = batch.namesakes(action.group_id)
+        others = [names for other in namesakes for names in _kept_names(other)]
         if sample_id is None:
-            names = b"".join(_own(names, others, 0) for names in group.prompt_kv_names)
+            contexts, start = [*group.prompt_kv_names], 0
             group.prompt_kv_names.clear()
         else:
+            contexts, start = [samples[0].kv_names], prompt_bytes
             others += [mate.kv_names for mate in group.samples if mate is not samples[0]]
-            names = _own(samples[0].kv_names, others, prompt_bytes)
         for sample in samples:
             sample.kv_names = b""
-        self._do("release", names)
+        unread = [one for other in namesakes for one in other.samples if one.end is None and not one.kv_names]
+        context = samples[0].context() if unread and sample_id is not None else group.prompt
+        shared = [shared_tokens(context, one.prompt) // max(1, self._block_tokens) * NAME_BYTES for one in unread]
+        for names in contexts:
+            own = _own(names, others, start)
+            first = len(names) - len(own)
+            kept = max([first, *shared])
+            if names[first:kept]:
+                branches = [one for one, end in zip(unread, shared, strict=True) if end > first]
+                self._awaited.append((names[:kept], first, branches))
+            self._do("release", names[kept:])
+
+    def _release_awaited(self) -> None:
+        """Releases blocks that branches were yet to read, once their first chunks or they themselves have ended."""
+        awaited, self._awaited = self._awaited, []
+        for names, start, branches in awaited:
+            if not all(one.kv_names or one.end is not None for one in branches):
+                self._awaited.append((names, start, branches))
+                continue
+            others = [one.kv_names for one in branches if one.end is None or one.hold_s]
+            others += [prompt for one in branches for prompt in one.group.prompt_kv_names]
+            self._do("release", _own(names, others, start))
 
     def prefetch(self, batch: LiveBatch, sample_id: str, node_id: str) -> None:
         """Brings a sample's blocks into the memory of a node."""
@@ -146,9 +169,11 @@ class KvPoolManager:
     def rest(self, idle: bool) -> None:
         """Sweeps the pool after two polls with nothing in flight: no block is read again. Called after each `poll`."""
         self._idle_polls = self._idle_polls + 1 if idle and not self._todo and not self._later else 0
-        if self._idle_polls > 1 and self._status is not None and self._status.keys:
-            self._counts["swept_keys"] += self._status.keys
-            self._push("retire", [ALL_BLOCKS])
+        if self._idle_polls > 1:
+            self._awaited.clear()
+            if self._status is not None and self._status.keys:
+                self._counts["swept_keys"] += self._status.keys
+                self._push("retire", [ALL_BLOCKS])
 
     async def drain(self) -> int:
         """Removes every key; keys in use as soon as they are free. Returns the number of removed keys."""
@@ -185,6 +210,7 @@ class KvPoolManager:
         self._later = [item for item in self._later if item[0] > now_s]
         for method, arguments in due:
             self._push(method, arguments)
+        self._release_awaited()
         status: PoolStatus | None = await self._ask("status")
         self._status = status
         if status is None or not self._token_bytes:

@@ -60,8 +60,9 @@ class Performance:
 
     `context_token_s`: seconds that a token of context adds to a step; the figures above hold at `context_tokens` of it
     a chunk. `drafts`, `made`: recent means of a chunk's draft tokens in a step, and of the tokens that it made. A fetch
-    of n tokens of KV takes `fetch_base_s` + n `fetch_token_s` (0: the replica cannot fetch). `drafter_seconds`:
-    seconds of a draft model's step, by its samples. `start_s`: seconds that the replica took to start.
+    of n tokens of KV takes `fetch_base_s` + n `fetch_token_s` (0: the replica cannot fetch), beside the step that runs
+    meanwhile. `drafter_seconds`: seconds of a draft model's step, by its samples. `start_s`: seconds that the replica
+    took to start.
     """
 
     observed_at: float

@@ -126,7 +126,7 @@ def test_messages_are_text():
     (message,) = ChatRequest(messages=[{"role": "user", "content": parts}]).messages
     assert message.for_template() == {"role": "user", "content": "a\nb"}
     (message,) = ChatRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]).messages
-    with pytest.raises(ValueError, match="another type than text"):
+    with pytest.raises(ValueError, match="messages: content of type 'image_url': a chat is text alone here; remove it"):
         message.for_template()
 
 

@@ -129,10 +129,18 @@ def test_a_release_before_the_first_report_is_done_once_the_prefix_is_known():
 
 def batch_of(prompt: np.ndarray, *samples: tuple[int, ...]) -> SimpleNamespace:
     """A batch of one group, whose samples have blocks of these numbers."""
-    found = [SimpleNamespace(kv_names=b"".join(map(name, numbers))) for numbers in samples]
-    group = SimpleNamespace(prompt=prompt, prompt_kv_names=set(), samples=found)
+    group = SimpleNamespace(prompt=prompt, prompt_kv_names=set())
+    found = [sample_of(group, prompt, b"".join(map(name, numbers))) for numbers in samples]
+    group.samples = found
     samples = {f"g#{place}": one for place, one in enumerate(found)}
     return SimpleNamespace(groups={"g": group}, samples=samples, namesakes=lambda group_id: [])
+
+
+def sample_of(group, prompt: np.ndarray, names: bytes) -> SimpleNamespace:
+    """A sample whose context is its prompt and the numbers after it."""
+    tokens = np.arange(16 * len(names) // NAME_BYTES, dtype=np.int32)
+    context = np.concatenate([prompt, tokens[len(prompt) :]])
+    return SimpleNamespace(group=group, prompt=prompt, context=lambda: context, kv_names=names, end=None, hold_s=9.0)
 
 
 def release(sample_id: str | None) -> ReleaseKv:
@@ -179,6 +187,7 @@ def test_blocks_that_a_branch_has_too_stay_until_it_releases_them():
     master, batch, other = Recording(), batch_of(PROMPT, (1, 2, 3, 4, 5)), batch_of(PROMPT, (1, 2, 3, 6))
     branch = other.groups["g"]
     batch.namesakes, other.namesakes = lambda group_id: [branch], lambda group_id: [batch.groups["g"]]
+    batch.samples["g#0"].end = "stop"
 
     async def play(manager):
         manager.release(batch, release("g#0"))
@@ -189,6 +198,37 @@ def test_blocks_that_a_branch_has_too_stay_until_it_releases_them():
         manager.release(other, release(None))
         await asyncio.sleep(0.01)
         assert master.calls[1:] == [("release", [3, 6]), ("release", [1, 2])]
+
+    played(master, play)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["it reads them", "it ends before"])
+def test_blocks_that_a_branch_is_yet_to_read_stay_until_its_first_chunk_has_ended(reads):
+    """A branch without a chunk so far has 56 tokens, three blocks, in common with a sample of five that is released."""
+    alike = np.concatenate([np.arange(56), [0] * 10]).astype(np.int32)
+    master, batch, other = Recording(), batch_of(PROMPT, (1, 2, 3, 4, 5)), batch_of(alike, ())
+    batch.samples["g#0"].end = "stop"
+    branch, groups = other.samples["g#0"], [batch.groups["g"], other.groups["g"]]
+    batch.namesakes, other.namesakes = lambda group_id: groups[1:], lambda group_id: groups[:1]
+
+    async def play(manager):
+        async def released() -> list:
+            await manager.poll(0.0)
+            await asyncio.sleep(0.01)
+            return [numbers for _, numbers in master.calls]
+
+        manager.release(batch, release("g#0"))
+        manager.release(batch, release(None))
+        assert await released() == [[4, 5]]
+        if reads:
+            branch.kv_names = b"".join(map(name, (1, 2, 3, 6)))
+            assert await released() == [[4, 5]]
+            manager.release(other, release("g#0"))
+            manager.release(other, release(None))
+            assert await released() == [[4, 5], [1, 2, 3, 6]], "its prompt has four blocks"
+        else:
+            branch.end, branch.hold_s = "cancelled", 0.0
+            assert await released() == [[4, 5], [3], [1, 2]]
 
     played(master, play)
 

@@ -91,9 +91,12 @@ class RequestParser:
             self._tokenizer, self._asked.tools, chat_template_kwargs=self._template or None, model_config=None
         )
 
-    def message(self, text: str, token_ids: Sequence[int], name: str) -> dict:
-        """Returns the message of a whole answer. `name`: name of its sample, from which the calls get their ids."""
-        thoughts, content, calls = self.parser().parse(
+    def message(self, text: str, token_ids: Sequence[int], name: str) -> tuple[dict, int]:
+        """Returns the message of a whole answer, and the tokens of its thoughts. `name`: name of its sample, from which
+        the calls get their ids.
+        """
+        parser = self.parser()
+        thoughts, content, calls = parser.parse(
             text, self._asked, enable_auto_tools=True, model_output_token_ids=token_ids
         )
         found = [
@@ -106,7 +109,8 @@ class RequestParser:
             if self._is_wanted(number)
         ]
         message = {"role": "assistant", "content": content} | ({"reasoning": thoughts} if thoughts else {})
-        return message | ({"tool_calls": found} if found else {})
+        message |= {"tool_calls": found} if found else {}
+        return message, parser.count_reasoning_tokens(list(token_ids))
 
     def delta(
         self, parser: Any, text: str, token_ids: Sequence[int], prompt: Sequence[int], name: str, ended: bool

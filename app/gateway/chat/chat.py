@@ -19,8 +19,8 @@ from tailrace.policies.protocol.actions import SampleEnd
 
 
 class Chat:
-    """One chat request. `token_ids`: its prompt. `parser`: of its answers, or None if they are text alone. `answer`:
-    message of the last answer that was kept.
+    """One chat request. `token_ids`: its prompt. `parser`: of its answers, or None if they are text alone.
+    `finds_thoughts`: whether the gateway has a parser of thoughts. `answer`: message of the last answer that was kept.
     """
 
     answer: dict
@@ -31,6 +31,7 @@ class Chat:
         """Raises ValueError, one line, if the request cannot be met."""
         self.request, self._prompts, self._conversations = request, prompts, conversations
         self.parser = self._checked(parser)
+        self.finds_thoughts = parser is not None and parser.finds_thoughts
         self._messages = [message.for_template() for message in request.messages]
         normal = (message.normal() for message in request.messages)
         self._digests = list(accumulate(normal, digest_after, initial=digest_of(request.template())))

@@ -19,7 +19,7 @@ class TextDeltas:
         self._text = stream_text(prompts, sampling, not request.skip_special_tokens)
         self._prompts, self._request = prompts, request
         self.message: dict = {"role": "assistant", "content": ""}
-        self.calls_tools = False
+        self.calls_tools, self.thoughts = False, 0
 
     def more(self, token_ids: Sequence[int]) -> Iterator[dict]:
         yield from self._content(self._text.more(token_ids))
@@ -35,7 +35,7 @@ class TextDeltas:
 
 class ParsedDeltas:
     """An answer that may have thoughts or call tools, sent token by token through vLLM's parser, since some parsers
-    accept no more at once. `message`: has its thoughts, whether they are sent or not.
+    accept no more at once. `message`: has its thoughts, whether they are sent or not. `thoughts`: their tokens so far.
 
     A token is parsed with its text, once the next one has arrived.
     """
@@ -46,11 +46,16 @@ class ParsedDeltas:
         self._text = stream_text(prompts, sampling, parser.special)
         self._parser = parser.parser()
         self._last: list[int] = []
+        self._seen: list[int] = []  # tokens that the parser has got
         self.message: dict = {"role": "assistant", "content": "", "tool_calls": []}
 
     @property
     def calls_tools(self) -> bool:
         return bool(self.message["tool_calls"])
+
+    @property
+    def thoughts(self) -> int:
+        return self._parser.count_reasoning_tokens(self._seen)
 
     def more(self, token_ids: Sequence[int]) -> Iterator[dict]:
         for token in token_ids:
@@ -65,6 +70,7 @@ class ParsedDeltas:
     def _parsed(self, text: str, token_ids: Sequence[int], ended: bool = False) -> Iterator[dict]:
         if not (text or token_ids or ended):
             return
+        self._seen += token_ids
         delta = self._request.delta(self._parser, text, token_ids, self._prompt, self._name, ended)
         for part in ("content", "reasoning"):
             if part in delta:

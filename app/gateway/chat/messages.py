@@ -35,7 +35,10 @@ class ContentPart(RequestObject):
     def content(self) -> str | None:
         """Returns its text, or None if it has none. Raises ValueError if it is not text."""
         if self.type not in TEXTS:
-            raise ValueError(f"messages: content of another type than text is not honoured here: {self.type[:30]!r}")
+            raise ValueError(
+                f"messages: content of type {self.type[:30]!r}: a chat is text alone here; remove it, or send "
+                "processed images as features to /inference/v1/generate"
+            )
         return getattr(self, TEXTS[self.type])
 
 

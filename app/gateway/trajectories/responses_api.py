@@ -156,10 +156,11 @@ def _deltas(processor: SimpleStreamingEventProcessor, delta: dict) -> Iterator[A
 
 
 def _usage(usage: dict) -> ResponseUsage:
+    thoughts = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return ResponseUsage(
         input_tokens=usage["prompt_tokens"],
         output_tokens=usage["completion_tokens"],
         total_tokens=usage["total_tokens"],
         input_tokens_details=InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=thoughts),
     )

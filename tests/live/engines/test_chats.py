@@ -127,7 +127,7 @@ def test_conversations_have_a_bound(prompts):
 def test_calls_are_found_in_whole_answers_and_in_pieces(chat, parser, prompts):
     asked = chat(parser, messages=[USER], tools=TOOLS)
     tokens = [*prompts.encode(CALLS), prompts.tokenizer.eos_token_id]
-    whole = asked.parser.message(CALLS, tokens, "sample")
+    whole, _ = asked.parser.message(CALLS, tokens, "sample")
     assert whole["content"] == "I look.\n"
     assert [json.loads(call["function"]["arguments"]) for call in whole["tool_calls"]] == [{"a": 1}, {"a": 20}]
     assert [call["id"] for call in whole["tool_calls"]] == [own_id(None, "sample", n) for n in (0, 1)]
@@ -145,7 +145,7 @@ def test_an_answer_without_calls_is_content(chat, parser, prompts):
     deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
     pieces = [*deltas.more(tokens), *deltas.end(ended(tokens))]
     assert "".join(piece["content"] for piece in pieces) == "Nothing " and not deltas.calls_tools
-    assert asked.parser.message("Nothing <tool", tokens, "s") == {"role": "assistant", "content": "Nothing <tool"}
+    assert asked.parser.message("Nothing <tool", tokens, "s")[0] == {"role": "assistant", "content": "Nothing <tool"}
 
 
 def test_one_call_at_most_without_parallel_calls(chat, parser, prompts):
@@ -153,7 +153,7 @@ def test_one_call_at_most_without_parallel_calls(chat, parser, prompts):
     tokens = [*prompts.encode(CALLS), prompts.tokenizer.eos_token_id]
     deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
     list(deltas.more(tokens)), list(deltas.end(ended(tokens)))
-    assert len(asked.parser.message(CALLS, tokens, "s")["tool_calls"]) == len(deltas.message["tool_calls"]) == 1
+    assert len(asked.parser.message(CALLS, tokens, "s")[0]["tool_calls"]) == len(deltas.message["tool_calls"]) == 1
 
 
 def test_an_answer_whose_arguments_are_no_json_is_taken_back_with_its_tokens(chat, parser, prompts):
@@ -164,7 +164,7 @@ def test_an_answer_whose_arguments_are_no_json_is_taken_back_with_its_tokens(cha
         tokens = [*prompts.encode(text), *([prompts.tokenizer.eos_token_id] if end is SampleEnd.STOP else [])]
         deltas = ParsedDeltas(prompts, SamplingParams(), asked.parser, asked.token_ids, "sample")
         list(deltas.more(tokens)), list(deltas.end(ended(tokens, end, text=text)))
-        whole = asked.parser.message(text, tokens, "sample")
+        whole, _ = asked.parser.message(text, tokens, "sample")
         if not tokens:
             assert chat(parser, messages=[USER, whole, USER], tools=TOOLS).token_ids
             continue
@@ -220,7 +220,7 @@ def test_a_conversation_with_calls_goes_to_the_template_as_objects(chat):
         ({"continue_final_message": True}, "set add_generation_prompt to false"),
         ({"chat_template_kwargs": {"chat_template": "{{x}}"}}, "chat_template is not the template's"),
         ({"tools": []}, "must not be an empty array"),
-        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "another type than text"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "type 'image_url': a chat is text alone"),
     ],
 )
 def test_a_chat_that_cannot_be_met_is_refused_in_one_line(chat, request_of, reason):
@@ -249,16 +249,19 @@ def test_thoughts_are_a_field_of_their_own_whole_and_in_pieces(thinking, tools):
     asked = Chat(ChatRequest(messages=[USER], tools=tools), prompts, Conversations(1_000), parser)
     said = CALLS if tools else "I look."
     tokens = [*prompts.encode(THOUGHTS + said), prompts.tokenizer.eos_token_id]
-    whole = asked.parser.message(THOUGHTS + said, tokens, "sample")
+    whole, thoughts = asked.parser.message(THOUGHTS + said, tokens, "sample")
+    assert thoughts == len(prompts.encode("\nA lamp?\n"))
     assert whole["reasoning"].strip() == "A lamp?" and whole["content"].strip() == "I look."
     assert len(whole.get("tool_calls", ())) == (2 if tools else 0)
     for size in (1, 3, 100):
-        found = pieces_of(prompts, asked, tokens, size).message
+        deltas = pieces_of(prompts, asked, tokens, size)
+        found = deltas.message
+        assert deltas.thoughts == thoughts
         assert (found["content"].strip(), found["reasoning"].strip()) == ("I look.", "A lamp?")
         assert found["tool_calls"] == whole.get("tool_calls", [])
     cut = prompts.encode(THOUGHTS)[:3]
     assert "reasoning" in pieces_of(prompts, asked, cut, 1, SampleEnd.LENGTH).message
-    assert asked.parser.message("<think>\nA la", cut, "s")["content"] is None
+    assert asked.parser.message("<think>\nA la", cut, "s")[0]["content"] is None
 
 
 def test_thoughts_that_come_back_keep_their_tokens_where_the_template_keeps_them(thinking):
@@ -267,7 +270,7 @@ def test_thoughts_that_come_back_keep_their_tokens_where_the_template_keeps_them
     first = Chat(ChatRequest(messages=[USER], tools=TOOLS), prompts, memory, parser)
     text = f"{THOUGHTS}I look.\n{CALL % 1}"
     tokens = [token for one in text for token in prompts.encode(one)] + [prompts.tokenizer.eos_token_id]
-    message = first.parser.message(text, tokens, "sample")
+    message, _ = first.parser.message(text, tokens, "sample")
     first.keep(message, first.token_ids, ended(tokens))
     result = {"role": "tool", "content": "no", "tool_call_id": message["tool_calls"][0]["id"]}
     before = (*first.token_ids, *tokens)
@@ -291,7 +294,8 @@ def test_an_answer_with_a_form_has_no_thoughts(thinking):
 
     assert asked(response_format={"type": "json_object"}).parser is None
     required = asked(tools=TOOLS, tool_choice="required").parser
-    assert required.message(CALL % 1, (), "s")["tool_calls"] and "reasoning" not in required.message(THOUGHTS, (), "s")
+    assert required.message(CALL % 1, (), "s")[0]["tool_calls"]
+    assert "reasoning" not in required.message(THOUGHTS, (), "s")[0]
     with pytest.raises(ValueError, match="reasoning_parser: 'none-such' is none of vLLM's: "):
         AnswerParser(None, "none-such", prompts.tokenizer)
 

@@ -202,3 +202,58 @@ def test_thoughts_come_and_return_in_the_dialects_own_form(thinking_tokenizer, d
         assert list(row.token_ids) == [*second_prompt, *second] and found.reencoded_tokens == 0
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_usage_counts_the_tokens_of_thoughts(thinking_tokenizer, streams):
+    prompts = Prompts(str(thinking_tokenizer), 2_048)
+    count = len(prompts.encode("\nA lamp?\n"))
+
+    async def story():
+        app = make_app(ScriptedAnswers(prompts, "<think>\nA lamp?\n</think>\n\n"), GatewayConfig())
+        client = Client("http://gateway", transport=httpx.ASGITransport(app))
+        trajectory = await client.trajectory(group="g")
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        base = {"base_url": trajectory.base_url, "api_key": trajectory.api_key}
+        harness = openai.AsyncOpenAI(http_client=http, max_retries=0, **base)
+        same, options = {"model": "any", "stream": streams}, {"stream_options": {"include_usage": True}}
+        chat = await harness.chat.completions.create(messages=[USER], **same, **options if streams else {})
+        response = await harness.responses.create(input=[USER], **same)
+        if streams:
+            *_, chat = [event async for event in chat]
+            *_, response = [event.response async for event in response if event.type == "response.completed"]
+        assert chat.usage.completion_tokens_details.reasoning_tokens == count
+        assert response.usage.output_tokens_details.reasoning_tokens == count
+        client.close()
+
+    asyncio.run(story())
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+SOURCE = {"type": "base64", "media_type": "image/png", "data": PIXEL}
+URL = f"data:image/png;base64,{PIXEL}"
+PARTS = {
+    "/chat/completions": ("messages", {"type": "image_url", "image_url": {"url": URL}}),
+    "/messages": ("messages", {"type": "image", "source": SOURCE}),
+    "/responses": ("input", {"type": "input_image", "image_url": URL, "detail": "auto"}),
+}
+
+
+@pytest.mark.parametrize("path", PARTS)
+def test_an_image_is_refused_in_one_line_and_begins_no_turn(prompts, path):
+    async def story():
+        app = make_app(service := ScriptedAnswers(prompts), GatewayConfig())
+        client = Client("http://gateway", transport=httpx.ASGITransport(app))
+        trajectory = await client.trajectory(group="g")
+        key = {"authorization": f"Bearer {trajectory.api_key}"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), headers=key) as http:
+            field, part = PARTS[path]
+            asked = {"model": "any", "stream": True, field: [{"role": "user", "content": [part]}]}
+            asked |= {"max_tokens": 9} if path == "/messages" else {}
+            answer = await http.post(trajectory.base_url + path, json=asked)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "image" in message and "a chat is text alone here; remove it" in message
+        assert not service.sampled and PIXEL not in message
+        client.close()
+
+    asyncio.run(story())

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -126,3 +127,16 @@ def test_a_pass_that_raises_once_leaves_the_pool_whole(loop, wanted, monkeypatch
         results = run(loop, *(chunk(name, sample) for sample in MATES))
     assert len(raises) == 1
     assert_continued_from_the_pool(loop, wanted, name, results)
+
+
+def test_a_pull_is_timed_by_its_transfer_and_not_by_the_step_beside_it(loop, monkeypatch):
+    """Else a busy engine takes pulls for slow, and computes short beginnings again that the pool has."""
+    (first,) = run(loop, chunk("timed ", 0))
+    assert loop._stepper.reset_cache()
+    runner, pulls = stepper_of(loop)._engine.model_executor.driver_worker.worker.model_runner, []
+    execute = runner.execute_model
+    monkeypatch.setattr(runner, "execute_model", lambda *given, **named: (time.sleep(0.3), execute(*given, **named))[1])
+    monkeypatch.setattr(stepper_of(loop)._performance, "pull", lambda tokens, took_s, now_s: pulls.append(took_s))
+    beside, later = chunk("beside ", 1, max_tokens=4, kv=None), chunk("timed later ", 0, first.token_ids, 4)
+    _, found = run(loop, beside, later)
+    assert found.pulled_tokens >= 96 and len(pulls) == 1 and pulls[0] < 0.2

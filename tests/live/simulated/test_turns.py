@@ -84,6 +84,33 @@ def test_a_branch_takes_the_place_of_the_turns_that_it_follows(play):  # noqa: F
     play(story, policies=policies)
 
 
+def test_a_branch_reads_the_beginning_of_a_line_that_ends_while_it_waits(play):  # noqa: F811
+    """Other samples fill both replicas. The line has given its KV back by the time that the branch may start."""
+    pulls = {"type": "cost_aware", "pull_from_tokens": 1}
+    policies = {"placement": pulls, "chunking": {"type": "fixed", "chunk_tokens": 512}}
+
+    async def story(cluster, client):
+        async with client.open() as session:
+            line = await session.generate(PROMPT, group="g", index=0, turn=0, max_tokens=200, hold_s=60.0)
+            fill = [session.generate(PROMPT, group="busy", index=index, max_tokens=480) for index in range(4)]
+            filled = asyncio.gather(*fill)
+            await asyncio.sleep(1.0)
+            begins = (*PROMPT, *line.sample.token_ids[:150])
+            given = {"group": "g", "index": 0, "turn": 1, "max_tokens": 200}
+            branch = asyncio.ensure_future(session.generate((*begins, 77), **given))
+            await asyncio.sleep(3.0)
+            assert not branch.done()
+            for replica in cluster.replicas.values():
+                replica.stepper._blocks.clear()
+            found = (await branch).sample
+            assert found.chunks == 1 and found.cached_tokens == len(begins) // BLOCK_TOKENS * BLOCK_TOKENS
+            await filled
+            await asyncio.sleep(3.0)
+            assert not cluster.master.keys, "nobody reads them any more"
+
+    play(story, mean_tokens=10_000, pooled=True, kv_capacity_blocks=64, policies=policies)
+
+
 def test_two_turns_of_one_number_are_the_turn_in_one(play):  # noqa: F811
     """A turn that is split has the tokens of the whole: the key is that of its number."""
 
