@@ -12,6 +12,7 @@ waits for half of its start and its end. What was imported for the live tier (th
 came with them) is put aside in the pure one.
 """
 
+import gc
 import importlib.abc
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ ON_REQUEST = {
 }
 HEAVY = {"ray", "vllm"}
 OURS = {"tailrace"}
+
+gc.set_threshold(50_000)  # trees of all files and simulations: 700 new objects are too few to look for garbage
 
 settings.register_profile("shared-cores", deadline=None)  # no timed assertions: a neighbour can slow any example
 # For planted defects and mutants, where a failing example need not be the shortest.
@@ -99,7 +102,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """`--dist loadgroup`: by folders, see folder_scheduling.py."""
+    """`--dist loadgroup`: by folders and files, see folder_scheduling.py."""
     if config.getvalue("dist") == "loadgroup":
         from folder_scheduling import FolderScheduling
 
@@ -116,6 +119,14 @@ def pytest_collection_modifyitems(config, items):
         if tier_of(item) == "live":
             item.add_marker("live")
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
+
+
+def pytest_collection_finish():
+    """Sets aside all that has been imported: a full collection of garbage passes over it, for half a second, and each
+    run of the fuzz ends with one.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
