@@ -31,7 +31,10 @@ ON_REQUEST = {
 HEAVY = {"ray", "vllm"}
 OURS = {"tailrace"}
 
-gc.set_threshold(50_000)  # trees of all files and simulations: 700 new objects are too few to look for garbage
+USUAL = gc.get_threshold()  # for trainers and engines, whose cycles hold tensors
+SELDOM = (50_000, 10, 10)  # for trees of all files and simulations, as campaigns of the fuzz have it
+MANY_MODULES = 100
+gc.set_threshold(*SELDOM)
 
 settings.register_profile("shared-cores", deadline=None)  # no timed assertions: a neighbour can slow any example
 # For planted defects and mutants, where a failing example need not be the shortest.
@@ -121,18 +124,35 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
 
 
-def pytest_collection_finish():
-    """Sets aside all that has been imported: a full collection of garbage passes over it, for half a second, and each
-    run of the fuzz ends with one.
+class Imported:
+    """Sets aside what has been imported, again after many more modules: full collections of garbage pass over it, for
+    half a second each, and each run of the fuzz ends with one.
     """
-    gc.collect()
-    gc.freeze()
+
+    modules = 0
+
+    def freeze(self):
+        if len(sys.modules) > self.modules + MANY_MODULES:
+            gc.collect()
+            gc.freeze()
+            self.modules = len(sys.modules)
+
+
+imported = Imported()
+
+
+def pytest_collection_finish():
+    imported.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     tier = tier_of(item)
     guard.close() if tier == "pure" else guard.open()
+    light = tier == "pure" or LIVE_FOLDER / "simulated" in item.path.parents
+    gc.set_threshold(*(SELDOM if light else USUAL))
+    if light:
+        imported.freeze()
     if tier == "gpu":
         import torch
 
