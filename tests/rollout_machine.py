@@ -569,7 +569,7 @@ def digest() -> str:
     for number, ordering in enumerate(ORDERINGS):
         for placement in PLACEMENTS:
             for chunk_tokens in CHUNKS:
-                data = Random(number).randbytes(200)
+                data = Random(number).randbytes(400)
                 pair = KV_ON_UPDATE[number % 2], FAIRNESS[number % 2]
                 texts.append(repr(play(policies_of(ordering, placement, chunk_tokens, *pair), data).steps))
     return blake2b("\n".join(texts).encode()).hexdigest()
