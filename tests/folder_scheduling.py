@@ -30,7 +30,11 @@ SECONDS = {
     "house": 60,
     "deployments/test_fused_kernel.py": 40,
     "lab/test_sim_training.py": 40,
+    "lab/test_plan.py": 20,
+    "lab/test_simulate.py": 20,
     "laws": 20,
+    "lab/test_bench_turns.py": 15,
+    "lab/test_sim_turns.py": 15,
     "simulated/test_fuzz.py": 120,
     "simulated gateway": 80,
     "simulated/test_worlds.py": 50,
@@ -55,7 +59,7 @@ SECONDS = {
     "engines/test_device_engine.py": 20,
     "engines/test_prompts.py": 20,
 }
-"""Of processes that take 20 s or more on an idle core. Their order matters alone."""
+"""Of processes that take 15 s or more on an idle core. Their order matters alone."""
 
 
 def process_of(nodeid: str) -> str:
