@@ -30,13 +30,13 @@ demo: ## the same prompts by static groups and by Tailrace, side by side, with a
 test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in a browser if there is a Chromium
 	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
 	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
-	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
-	@$(PY) -m pytest -n 2 tests/live/simulated
+	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist loadgroup --ignore tests/live
+	@$(PY) -m pytest -n 2 --dist loadgroup tests/live/simulated
 	@$(PY) -m pytest -n 2 --dist loadgroup $(IN_PROCESS)
 	@$(PY) -m pytest -m "live or gpu" -n 2 --dist loadgroup $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
 
 test-pure: setup ## the pure tests alone, on two cores
-	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
+	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist loadgroup --ignore tests/live
 
 test-long: setup ## the tests marked long: races, draft models and the certificate at length (minutes)
 	@$(PY) -m pytest --long -m long

@@ -8,6 +8,7 @@ import ast
 import json
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -46,15 +47,20 @@ def rooms() -> dict[str, dict[str, int]]:
     return {room: {"files": files[room], "lines": lines[room]} for room in sorted(files)}
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def definitions() -> dict[str, list[str]]:
     """Files of the product that define each verb, a leading underscore aside: a function, or a row of `Passed`."""
     found: dict[str, list[str]] = {verb: [] for verb in VERBS}
     for path in (path for name in PRODUCT for path in sources(name)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             name = None
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 name = node.name
-            elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Passed("):
+            elif isinstance(node, ast.Assign) and getattr(getattr(node.value, "func", None), "id", "") == "Passed":
                 name = ast.unparse(node.targets[0])
             if name is not None and name.lstrip("_") in found:
                 found[name.lstrip("_")].append(path.relative_to(ROOT).as_posix())
@@ -65,7 +71,7 @@ def constructors() -> dict[str, int]:
     """Number of parameters of each class's `__init__` in the product, `self` aside."""
     found = {}
     for path in (path for name in PRODUCT for path in sources(name)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             for method in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                     arguments = method.args

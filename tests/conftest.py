@@ -12,6 +12,7 @@ waits for half of its start and its end. What was imported for the live tier (th
 came with them) is put aside in the pure one.
 """
 
+import gc
 import importlib.abc
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ ON_REQUEST = {
 }
 HEAVY = {"ray", "vllm"}
 OURS = {"tailrace"}
+
+USUAL = gc.get_threshold()  # for trainers and engines, whose cycles hold tensors
+SELDOM = (50_000, 10, 10)  # for trees of all files and simulations, as campaigns of the fuzz have it
+MANY_MODULES = 100
+gc.set_threshold(*SELDOM)
 
 settings.register_profile("shared-cores", deadline=None)  # no timed assertions: a neighbour can slow any example
 # For planted defects and mutants, where a failing example need not be the shortest.
@@ -100,7 +106,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """`--dist loadgroup`: by folders, see folder_scheduling.py."""
+    """`--dist loadgroup`: by folders and files, see folder_scheduling.py."""
     if config.getvalue("dist") == "loadgroup":
         from folder_scheduling import FolderScheduling
 
@@ -119,10 +125,35 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
 
 
+class Imported:
+    """Sets aside what has been imported, again after many more modules: full collections of garbage pass over it, for
+    half a second each, and each run of the fuzz ends with one.
+    """
+
+    modules = 0
+
+    def freeze(self):
+        if len(sys.modules) > self.modules + MANY_MODULES:
+            gc.collect()
+            gc.freeze()
+            self.modules = len(sys.modules)
+
+
+imported = Imported()
+
+
+def pytest_collection_finish():
+    imported.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     tier = tier_of(item)
     guard.close() if tier == "pure" else guard.open()
+    light = tier == "pure" or LIVE_FOLDER / "simulated" in item.path.parents
+    gc.set_threshold(*(SELDOM if light else USUAL))
+    if light:
+        imported.freeze()
     if tier == "gpu":
         import torch
 

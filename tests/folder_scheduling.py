@@ -1,18 +1,44 @@
-"""Which live tests pytest-xdist runs in one process, and in which order: those of a folder, which share a service.
+"""Which tests pytest-xdist runs in one process, and in which order: live ones of a folder, which share a service.
 
-Tests of engines and trainers share one with the tests of their file. What takes longest starts first, so that no core
-waits for it in the end. xdist's own groups rename tests, which pytest 9 no longer heeds.
-Used by conftest.py for `--dist loadgroup`.
+Pure tests and those of engines and trainers share one with the tests of their file, so that what these keep is made
+once. What takes longest starts first, so that no core waits for it in the end. xdist's own groups rename tests, which
+pytest 9 no longer heeds. Used by conftest.py for `--dist loadgroup`.
 """
 
 from xdist.scheduler import LoadScopeScheduling
 
-LIVE = ("tests", "live")
-BY_FILE = ("engines", "trainers")
+OVER_HTTP = (
+    *("gateway", "gateway_abuse", "gateway_compatible"),
+    *("http_client", "trajectories", "transcripts", "vllm_protocol"),
+)
+TOGETHER = {
+    "gpu": "gpu",
+    "house": "house",
+    "policies/test_laws.py": "laws",
+    "policies/test_kv_laws.py": "laws",
+    **{f"simulated/test_{name}.py": "simulated gateway" for name in OVER_HTTP},
+}
+"""Files and folders of one process: they have one GPU, the same trees of all files, the same plays, or import vLLM's
+protocol, which takes seconds.
+"""
+
+BY_FILE = ("engines", "trainers", "simulated")
 LARGE = ("deployed", "drafter", "elastic")
 """Folders of large services, one after the other: an engine with its KV takes 4 GB."""
 
 SECONDS = {
+    "house": 60,
+    "deployments/test_fused_kernel.py": 40,
+    "lab/test_sim_training.py": 40,
+    "lab/test_plan.py": 20,
+    "lab/test_simulate.py": 20,
+    "laws": 20,
+    "lab/test_bench_turns.py": 15,
+    "lab/test_sim_turns.py": 15,
+    "simulated/test_fuzz.py": 120,
+    "simulated gateway": 80,
+    "simulated/test_worlds.py": 50,
+    "simulated/test_fuzz_at_law.py": 20,
     "large": 600,
     "gateway": 400,
     "small": 180,
@@ -33,17 +59,18 @@ SECONDS = {
     "engines/test_device_engine.py": 20,
     "engines/test_prompts.py": 20,
 }
-"""Of processes that take 20 s or more on an idle core. Their order matters alone."""
+"""Of processes that take 15 s or more on an idle core. Their order matters alone."""
 
 
 def process_of(nodeid: str) -> str:
-    """The folder below tests/live, or the file there. All that is elsewhere, as the tests on a GPU, is one."""
-    parts = nodeid.partition("::")[0].split("/")
-    if tuple(parts[:2]) != LIVE:
-        return "elsewhere"
-    if parts[2] in BY_FILE:
-        return "/".join(parts[2:])
-    return "large" if parts[2] in LARGE else parts[2]
+    """The folder below tests/live, or the file; see TOGETHER."""
+    _, room, *rest = nodeid.partition("::")[0].split("/")
+    if room != "live":
+        file = "/".join((room, *rest))
+        return TOGETHER.get(room) or TOGETHER.get(file, file)
+    if rest[0] in BY_FILE:
+        return TOGETHER.get("/".join(rest), "/".join(rest))
+    return "large" if rest[0] in LARGE else rest[0]
 
 
 class FolderScheduling(LoadScopeScheduling):

@@ -121,6 +121,7 @@ class Player:
         self.held: set[str] = set()  # samples whose turn has ended, as a shell was told
         self.kv = KvLedger(keeps=name_of(policies.kv_on_update) == "keep")
         self.data, self.at, self.now, self.batches, self.joins = data, 0, 0.0, 0, 0
+        self.ticked = -1.0  # time of the last tick
 
     def take(self, choices: int) -> int:
         self.at += 1
@@ -424,8 +425,8 @@ class Player:
 
     def _look_for_idle(self) -> None:
         """Lanes leave no replica without a chunk, if a sample waits for room on another one and fits there."""
-        core, before = self.play.core, [event.now for event, _ in self.play.steps[:-1] if isinstance(event, ev.Tick)]
-        if before and self.now - before[-1] < 1.0:
+        core, before, self.ticked = self.play.core, self.ticked, self.now
+        if not core.policies.lanes.on or self.now - before < 1.0:
             return
         idle = [i for i in core.replicas.ready() if not core.replicas.running(i)]
         for sample in core._buffer.samples.values():

@@ -72,14 +72,20 @@ class OutcomesFile:
         self.lines: dict[int, OutcomeLine] = {}
         self._path, self._found = path, None
         self._file = LinesFile(path, "an outcome of `tailrace fuzz`", ("code", "kinds"), ("seed", "problem"))
+        try:
+            self._begin(OutcomesHead(code=code, kinds=sorted(kinds), exactness=exactness))
+        except BadInput:
+            self.close()
+            raise
+
+    def _begin(self, head: OutcomesHead) -> None:
         self._file.read(self._take)
-        head = OutcomesHead(code=code, kinds=sorted(kinds), exactness=exactness)
         if self._found is None:
             self._append(head)
         elif self._found != head:
             names = {"code": "code", "kinds": "kinds of faults", "exactness": "exactness"}
             other = next(said for name, said in names.items() if getattr(self._found, name) != getattr(head, name))
-            raise BadInput(f"{path}: its outcomes are of other {other}; remove it or give another --out")
+            raise BadInput(f"{self._path}: its outcomes are of other {other}; remove it or give another --out")
 
     def _take(self, line: dict) -> None:
         if self._found is None:

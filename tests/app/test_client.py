@@ -33,6 +33,7 @@ class Scripted:
         """Numbers from 0."""
         try:
             for item in range(items):
+                await asyncio.sleep(0)
                 yield item
             if items == 3:
                 raise ValueError("three")

@@ -3,6 +3,7 @@
 import gzip
 import json
 import warnings
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -65,10 +66,15 @@ OPEN = ["Open", "s", 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, [0, bytes(12)]]
 FRAME = [OPEN, ["Confirm", "s", 2, [4]], ["Stop", "s"], ["Guess", "s", 3, [1, 2], 4, 2]]
 
 
+@cache
+def loaded(path: Path) -> object:
+    return yaml.safe_load(path.read_text())
+
+
 def yaml_of(path: Path, rng: Random) -> bytes:
     if rng.random() < 0.4:
         return mutated_bytes(path.read_bytes(), rng)
-    value = mutated_value(yaml.safe_load(path.read_text()), rng)
+    value = mutated_value(loaded(path), rng)
     return json.dumps(value).encode("utf-8", "surrogatepass")  # JSON is YAML, and keeps strange values
 
 

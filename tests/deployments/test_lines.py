@@ -195,7 +195,7 @@ def test_an_engine_that_ends_its_line_aborts_the_chunks_of_it():
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_idle_engine_leaves_a_silent_coordinator_soon_and_a_busy_one_waits(busy, monkeypatch):
-    monkeypatch.setattr(engine_line, "IDLE_SILENT_S", SHORT_S)
+    monkeypatch.setattr(engine_line, "IDLE_SILENT_S", SHORT_S / 2)
 
     async def story(setting):
         call = asyncio.ensure_future(setting.lines.run("r1", CHUNK)) if busy else None
@@ -204,7 +204,7 @@ def test_an_idle_engine_leaves_a_silent_coordinator_soon_and_a_busy_one_waits(bu
         while not setting.line.was_pulsed:
             await asyncio.sleep(0.01)
         setting.pulsing.cancel()
-        done, _ = await asyncio.wait({setting.holding}, timeout=SHORT_S + (2 if busy else 20))
+        done, _ = await asyncio.wait({setting.holding}, timeout=2 * SHORT_S if busy else 20)
         assert bool(done) is not busy
         if call is not None:
             call.cancel()

@@ -23,14 +23,17 @@ def states_of(core: RolloutCore) -> dict[str, State]:
     return {sample.sample_id: sample.state for sample in core.samples()}
 
 
-def changes_of(core: RolloutCore, event: ev.Event | ev.Tick) -> set[tuple[State | None, str, State]]:
-    """Feeds an event. Returns what it changed. A sample that is no longer in the buffer has ended."""
-    before = states_of(core)
+def changes_of(
+    core: RolloutCore, event: ev.Event | ev.Tick, before: dict[str, State]
+) -> tuple[set[tuple[State | None, str, State]], dict[str, State]]:
+    """Feeds an event. Returns what it changed, and the states after it. A sample that is no longer in the buffer has
+    ended.
+    """
     core.decide(event) if isinstance(event, ev.Tick) else core.observe(event)
     after = states_of(core)
     ends = ((name, State.ENDED) for name in before.keys() - after.keys())
     moves = ((before.get(name), now) for name, now in (*after.items(), *ends))
-    return {(was, type(event).__name__, now) for was, now in moves if was is not now}
+    return {(was, type(event).__name__, now) for was, now in moves if was is not now}, after
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +42,10 @@ def seen() -> set:
     for number in range(PLAYS):
         policies = policies_of("fcfs", "least_kv", CHUNKS[number % len(CHUNKS)], KV_ON_UPDATE[number % 2])
         limits = Limits(1, 4) if number % 3 == 0 else None
-        core = RolloutCore(policies, limits=limits)
+        core, states = RolloutCore(policies, limits=limits), {}
         for event, _ in played(policies, Random(number).randbytes(BYTES), limits, OPERATIONS).steps:
-            found |= changes_of(core, event)
+            changes, states = changes_of(core, event, states)
+            found |= changes
     return found
 
 

@@ -1,11 +1,11 @@
-"""Live tests that share a service run in one process."""
+"""Tests that share a service, or what their file keeps, run in one process."""
 
 from pathlib import Path
 
 import pytest
 from folder_scheduling import SECONDS, process_of
 
-LIVE = Path(__file__).parents[1] / "live"
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -16,14 +16,19 @@ LIVE = Path(__file__).parents[1] / "live"
         ("tests/live/elastic/test_certificate.py::test_a", "large"),
         ("tests/live/engines/test_weights.py::test_a[1]", "engines/test_weights.py"),
         ("tests/live/test_tls.py::test_a", "test_tls.py"),
-        ("tests/gpu/test_kernel.py::test_a", "elsewhere"),
-        ("tests/app/test_model.py::test_a", "elsewhere"),
+        ("tests/live/simulated/test_turns.py::test_a", "simulated/test_turns.py"),
+        ("tests/live/simulated/test_gateway.py::test_a", "simulated gateway"),
+        ("tests/gpu/test_kernel.py::test_a", "gpu"),
+        ("tests/app/test_model.py::test_a", "app/test_model.py"),
+        ("tests/house/test_docs.py::test_a", "house"),
+        ("tests/policies/test_kv_laws.py::test_a", "laws"),
+        ("tests/policies/test_laws.py::test_a", "laws"),
     ],
 )
-def test_a_folder_is_one_process(nodeid, process):
+def test_a_folder_or_a_file_is_one_process(nodeid, process):
     assert process_of(nodeid) == process
 
 
 def test_processes_that_take_long_are_there():
-    found = {process_of(f"tests/live/{path.relative_to(LIVE).as_posix()}") for path in LIVE.rglob("test_*.py")}
+    found = {process_of(f"tests/{path.relative_to(TESTS).as_posix()}") for path in TESTS.rglob("test_*.py")}
     assert set(SECONDS) <= found

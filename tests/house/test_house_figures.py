@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_imports import ROOT
+from test_imports import ROOT, nodes_of, tree_of
 
 MAX_DEFINITIONS = 3
 """In `deployments`: the coordinator's call, its part that does it, and the engine's. It was 9."""
@@ -21,6 +21,7 @@ def house(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import house
 
+    monkeypatch.setattr(house, "nodes_of", lambda path: nodes_of(tree_of(path.relative_to(ROOT).as_posix())))
     return house
 
 

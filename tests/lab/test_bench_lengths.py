@@ -57,7 +57,7 @@ def test_a_prompt_with_too_few_samples_is_named(epochs):
 
 
 def test_every_policy_at_every_moment_and_the_oracle_is_right():
-    result = measure(scattered(0), max_tokens=4096)
+    result = measure(scattered(0, prompts=10), max_tokens=4096)
     for table in ("policies", "without_history"):
         assert set(result[table]) == NAMES
         for moments in result[table].values():

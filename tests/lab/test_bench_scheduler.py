@@ -22,10 +22,12 @@ def test_a_drive_runs_every_sample_to_its_end(ordering):
 def test_a_measurement_says_what_was_measured(monkeypatch):
     monkeypatch.setattr("tailrace.lab.benchmarks.control_plane.scheduler.REPEATS", 1)
     monkeypatch.setattr("tailrace.lab.benchmarks.control_plane.plans.PLANS", 1)
+    monkeypatch.setattr("tailrace.lab.benchmarks.control_plane.plans.SIZES", ((128, 2), (256, 4)))
     result = measure(256, 4)
     assert set(result) == {
         "requests", "replicas", "decisions", "decisions_per_s", "cost_ratio", "cost_ratio_same_load", "plan_ms",
         "policies",
     }  # fmt: skip
     assert (result["requests"], result["replicas"]) == (256, 4)
+    assert list(result["plan_ms"]) == ["128 x 2", "256 x 4"]
     assert Policies(**result["policies"]).chunking.chunk_tokens == CHUNK_TOKENS

@@ -15,7 +15,7 @@ from tailrace.lab.simulator.hardware import MODELS, REDUCE_S, replica_model
 from tailrace.lab.simulator.parallelism import Parallelism, parallelisms_of, replica_of
 from tailrace.lab.simulator.planned_service import MARK, planned_file
 from tailrace.lab.simulator.priced_parallelism import best, own_size, priced
-from tailrace.lab.simulator.scenario import Known, load_scenario, scenario_names
+from tailrace.lab.simulator.scenario import FOLDER, Known, load_scenario, scenario_names
 from tailrace.lab.simulator.systems import Setup, system
 from tailrace.policies.families.goodput import Goodput
 
@@ -132,6 +132,7 @@ def test_the_simulator_agrees_on_the_size_of_a_replica():
 def test_the_file_is_one_that_the_service_reads(name, tmp_path):
     scenario = load_scenario(name)
     scenario = scenario.scaled(8 / scenario.gpus.value)
+    scenario = scenario.model_copy(update={"prompts": Known(value=4, assumed="quicker")})
     served = best(planned(scenario), served=True)
     path = tmp_path / "serve.yaml"
     path.write_text(planned_file(served, scenario))
@@ -154,16 +155,20 @@ def test_experts_over_one_node_are_a_file_with_vllm_s_own_argument():
 
 
 def test_the_command_s_answer_and_its_file(tmp_path):
-    path = tmp_path / "mine.yaml"
-    result = asked("--workload", "das-7b-16k", "--gpu", "H200", "--gpus", "2", "--seeds", "1", "--out", str(path))
+    path, few = tmp_path / "mine.yaml", tmp_path / "few.yaml"
+    data = yaml.safe_load((FOLDER / "das-7b-16k.yaml").read_text())
+    data["prompts"]["value"] = 8
+    few.write_text(yaml.safe_dump(data))
+    words = ["--workload", str(few), "--gpus", "2", "--seeds", "1"]
+    result = asked(*words, "--gpu", "H200", "--out", str(path))
     assert (result["gpu"], result["gpus"], result["model"]) == ("H200", 2, "DeepSeek-R1-Distill-Qwen-7B")
     assert [one["tensor"] for one in result["ways"]] == [1, 2]
     assert result["best"]["total_s"] == min(one["total_s"] for one in result["ways"])
     assert result["best"] == result["served"] and result["own"]["gpus_per_replica"] == 1
     assert load_config(path).application.args.replicas.max == result["served"]["replicas"]
-    again = asked("--workload", "das-7b-16k", "--gpus", "2", "--seeds", "1", "--out", str(path))
+    again = asked(*words, "--out", str(path))
     assert again["gpu"] == "H100", "its own file may be written over"
-    said = CliRunner().invoke(command, ["--workload", "das-7b-16k", "--gpus", "2", "--seeds", "1"]).stdout
+    said = CliRunner().invoke(command, words).stdout
     assert "the least sum: TP" in said and "work" in said
 
 

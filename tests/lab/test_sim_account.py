@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import yaml
 
 from tailrace.app.cli import run
 from tailrace.lab.simulator.report import PARTS
+from tailrace.lab.simulator.scenario import FOLDER
 from tailrace.lab.simulator.systems import Setup, system
 from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
 
@@ -50,8 +52,13 @@ def test_the_last_samples_of_all_steps_count():
     assert both["alone_s"] == pytest.approx(2 * one["alone_s"])
 
 
-def test_the_command_shows_it_and_leaves_it_out_unless_asked(capsys):
-    words = ["simulate", "--workload", "das-7b-16k", "--scale", "0.01", "--compare"]
+def test_the_command_shows_it_and_leaves_it_out_unless_asked(capsys, tmp_path):
+    """A quarter of a replica's samples, on one."""
+    data = yaml.safe_load((FOLDER / "das-7b-16k.yaml").read_text())
+    data["prompts"]["value"] //= 4
+    workload = tmp_path / "few.yaml"
+    workload.write_text(yaml.safe_dump(data))
+    words = ["simulate", "--workload", str(workload), "--scale", "0.01", "--compare"]
     assert run([*words, "routed", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]["routed"]
     assert all(plain[f"last_{part}"] is None for part in PARTS)

@@ -27,10 +27,10 @@ FIGURES = TrainingFigures()
 
 @cache
 def small():
-    """Four GPUs, few and short answers: each mode takes a second or less."""
+    """Four GPUs, few and short answers: each mode takes half a second or less."""
     scenario = load_scenario("das-7b-16k").scaled(0.5)
-    quantiles = Known(value={0.28: 103.0, 0.87: 179.0}, assumed="a sixty-fourth, to be quick")
-    changes = {"prompts": 6, "samples": 3, "max_tokens": 256, "chunk_tokens": 32}
+    quantiles = Known(value={0.28: 51.0, 0.87: 90.0}, assumed="a hundred-and-twenty-eighth, to be quick")
+    changes = {"prompts": 6, "samples": 3, "max_tokens": 128, "chunk_tokens": 16}
     update = {key: getattr(scenario, key).scaled(value, 0.1) for key, value in changes.items()}
     update["lengths"] = scenario.lengths.model_copy(update={"quantiles": quantiles})
     return scenario.model_copy(update=update)
@@ -73,8 +73,8 @@ def test_by_length_an_epoch_has_the_same_prompts_in_steps_of_like_length():
 
 
 def test_rollouts_by_length_take_less_time_where_history_tells_lengths():
-    """An epoch of four steps on an eighth of RhymeRL's cluster, samples whole, with our drafts."""
-    scenario = load_scenario("rhyme-14b-16k").scaled(0.125)
+    """An epoch of four steps on a sixteenth of RhymeRL's cluster, samples whole, with our drafts."""
+    scenario = load_scenario("rhyme-14b-16k").scaled(1 / 16)
     total_s = [0.0, 0.0]
     for by_length in (False, True):
         for step in training_workload(scenario, 0, 4, 4, by_length).steps:

@@ -63,7 +63,9 @@ def test_held_turns_compute_nothing_again_and_new_requests_the_answer_before():
     assert late.recomputed_tokens in (0, 300), "all of it, unless it comes to the replica where its KV is left"
 
 
+@pytest.mark.long
 def test_turns_as_requests_compute_more_again_and_take_longer():
+    """At length: test_bench_turns.py asserts the same of both systems, by the command."""
     setup = Setup.of(load_scenario("tools-8b").scaled(0.015), 0)
     runs = {name: setup.run(name, system(name), 0) for name in ("tailrace_near", "tailrace_requests")}
     share = {

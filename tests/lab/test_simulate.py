@@ -15,9 +15,9 @@ from tailrace.policies.families.registry import name_of
 
 @pytest.fixture
 def simulated(capsys, tmp_path):
-    """Simulates half a replica's samples of `moonlight` on one, as a user's own workload; the JSON."""
+    """Simulates a sixth of a replica's samples of `moonlight` on one, as a user's own workload; the JSON."""
     data = yaml.safe_load((FOLDER / "moonlight.yaml").read_text())
-    data["prompts"]["value"] //= 2
+    data["prompts"]["value"] //= 6
     workload = tmp_path / "moonlight.yaml"
     workload.write_text(yaml.safe_dump(data))
 

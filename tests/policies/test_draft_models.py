@@ -53,16 +53,33 @@ def test_every_member_repeats_itself_and_says_what_can_be(name, view, acceptance
     assert 0 <= policy.acceptance <= 1 and policy.replicas >= 0
 
 
-@PROFILE
-@given(data=st.binary(min_size=60, max_size=400), limits=st.sampled_from((None, Limits(1, 4))))
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("tail", ["hold", "draft", "auto"])
-def test_the_laws_hold_whatever_drafts(tail, name, data, limits):
+def laws_hold(tail, name, data, limits):
     knobs = {"chunking": {"type": "fixed", "chunk_tokens": 13}, "tail": tail if limits else "hold"}
     played = play(Policies(draft_models=load_policy("draft_models", name), **knobs), data, limits)
     assert not (played.starved or played.changed or played.stale or played.evicted or played.closed)
     starts = [start for start in played.actions(StartChunk) if start.copy_of is None]
     assert all((start.way is None) == (name == "as_configured") for start in starts)
+
+
+PLAYS = given(data=st.binary(min_size=60, max_size=400), limits=st.sampled_from((None, Limits(1, 4))))
+TAILS = ["hold", "draft", "auto"]
+
+
+@settings(PROFILE, max_examples=12)
+@PLAYS
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_laws_hold_whatever_drafts(tail, name, data, limits):
+    laws_hold(tail, name, data, limits)
+
+
+@pytest.mark.long
+@settings(PROFILE, max_examples=100)
+@PLAYS
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_laws_hold_whatever_drafts_at_length(tail, name, data, limits):
+    laws_hold(tail, name, data, limits)
 
 
 # ---- what the planner says ---------------------------------------------------------------------------

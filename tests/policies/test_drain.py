@@ -13,7 +13,7 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, StartChunk
 
-PROFILE = settings(max_examples=40, deadline=None, database=None)
+PROFILE = settings(deadline=None, database=None)
 
 
 def core_of(*replicas: str, blocks: int = 40, max_running: int = 8) -> RolloutCore:
@@ -187,14 +187,15 @@ def test_a_pause_keeps_the_old_weights():
 # ---- laws over plays ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("examples", [15, pytest.param(80, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("ordering", "placement"), [("seer", "least_kv"), ("fcfs", "cost_aware"), ("group_static", "pinned")]
 )
-def test_no_chunk_runs_under_other_weights_and_all_samples_end(ordering, placement):
+def test_no_chunk_runs_under_other_weights_and_all_samples_end(ordering, placement, examples):
     mixed = []
 
     @seed(0)
-    @PROFILE
+    @settings(PROFILE, max_examples=examples)
     @given(data=st.binary(min_size=300, max_size=300))
     def run(data):
         played = play(policies_of(ordering, placement, CHUNKS[data[0] % 3], "finish"), data[1:], operations=TURNS)

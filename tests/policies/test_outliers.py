@@ -131,11 +131,12 @@ def test_an_outlier_whose_new_replica_leaves_goes_back_to_its_group_s():
     assert story.starts["short1#9"].replica_id == home and story.starts["short1#9"].start == 61
 
 
+@pytest.mark.parametrize("runs", [10, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("chunk_tokens", [13, None])
-def test_in_random_runs_every_sample_ends_once_with_all_its_tokens(chunk_tokens):
+def test_in_random_runs_every_sample_ends_once_with_all_its_tokens(chunk_tokens, runs):
     """Three batches of prompts whose histories tell little, of which all samples past them may move; replicas leave."""
-    moved = sum(_random_run(seed, chunk_tokens) for seed in range(30))
-    assert moved > 30
+    moved = sum(_random_run(seed, chunk_tokens) for seed in range(runs))
+    assert moved > runs
 
 
 def _random_run(seed: int, chunk_tokens: int | None) -> int:

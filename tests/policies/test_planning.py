@@ -142,7 +142,9 @@ def test_rates_of_rounds_are_those_of_the_protocol_played_token_by_token(samples
         assert abs(published_tokens_s(p, DRAFTER, VERIFIER, samples, window) / played - 1) > 0.05
 
 
-@pytest.mark.parametrize("drafter_s", [2e-4, 1e-3, 2e-3, 4e-3, 8e-3, 0.02])
+@pytest.mark.parametrize(
+    "drafter_s", [2e-4, 2e-3, 4e-3, 0.02, *(pytest.param(s, marks=pytest.mark.long) for s in (1e-3, 8e-3))]
+)
 @pytest.mark.parametrize(("samples", "p", "window"), [(1, 0.18, 4), (1, 0.8, 4), (16, 0.5, 2), (16, 0.9, 6)])
 def test_rates_where_nobody_waits_are_those_of_the_engines_own_windows_played_token_by_token(
     samples, p, window, drafter_s

@@ -45,11 +45,12 @@ def run_turn(core: RolloutCore, name: str, kv_tokens: int = 0) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"full_share": 0.3}, {"full_share": 0.6, "growth_share": 0.5}, {"keep_from_s": 0}])
-def test_the_laws_hold_over_random_plays_of_turns(changes):
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.long)])
+def test_the_laws_hold_over_random_plays_of_turns(changes, examples):
     policies = Policies(ordering="seer", placement="cost_aware", trajectories={"type": "by_kv"} | changes)
 
     @seed(1)
-    @settings(max_examples=25, deadline=None, database=None)
+    @settings(max_examples=examples, deadline=None, database=None)
     @given(data=st.binary(min_size=250, max_size=250))
     def run(data):
         played = play(policies, data, operations=TURNS)

@@ -24,6 +24,9 @@ from tailrace.policies.protocol.performance import MethodAcceptance, Performance
 GROUP_SAMPLES = 16
 MAX_TOKENS = 16_384
 PLANS = 12
+SIZES = ((1_024, 16), (4_096, 64), (16_384, 64), (16_384, 256))
+"""Samples and replicas of each figure."""
+
 POINTS = tuple(float(1 << power) for power in range(14))
 STEPS = Performance(
     observed_at=0.0,
@@ -72,5 +75,4 @@ def plan_ms(samples: int, replicas: int) -> float:
 
 def plans() -> dict[str, float]:
     """Returns the milliseconds of plans by samples x replicas."""
-    sizes = ((1_024, 16), (4_096, 64), (16_384, 64), (16_384, 256))
-    return {f"{samples} x {replicas}": round(plan_ms(samples, replicas), 1) for samples, replicas in sizes}
+    return {f"{samples} x {replicas}": round(plan_ms(samples, replicas), 1) for samples, replicas in SIZES}

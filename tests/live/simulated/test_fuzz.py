@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -443,7 +444,25 @@ def test_the_command_reports_and_refuses_unknown_kinds():
     assert refused.exit_code == 2 and "--kinds earthquake: known: kill" in refused.output
 
 
-def test_a_campaign_that_was_stopped_is_continued(tmp_path):
+class InProcess:
+    """A pool that runs what is submitted here and at once: a spawned process imports for six seconds."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def submit(self, work, *given) -> Future:
+        done = Future()
+        done.set_result(work(*given))
+        return done
+
+    def shutdown(self, **_) -> None:
+        pass
+
+
+def test_a_campaign_that_was_stopped_is_continued(tmp_path, monkeypatch):
+    """In this process; the test above has the command's own."""
+    monkeypatch.setattr("tailrace.lab.fuzz.campaign.ProcessPoolExecutor", InProcess)
+
     def fuzz(seeds, kinds="kill,coordinator"):
         ran = CliRunner().invoke(main, ["fuzz", "--seeds", str(seeds), "--kinds", kinds, "--json", "--out", str(path)])
         return ran.exit_code, json.loads(ran.stdout.splitlines()[-1]) if ran.exit_code == 0 else ran.output

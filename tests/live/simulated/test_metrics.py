@@ -56,7 +56,7 @@ def recorded(tmp_path, pages: int) -> list[tuple[float, str]]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    return recorded(tmp_path_factory.mktemp("run"), 60)
+    return recorded(tmp_path_factory.mktemp("run"), 40)
 
 
 def values(page: str, name: str) -> dict[tuple[str, ...], float]:
