@@ -1,0 +1,1 @@
+"""Tests of agents' harnesses: each is a program of its own, against one gateway."""
