@@ -20,7 +20,7 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.publishing_rank import PublishingRank, this_node
 from tailrace.app.cluster import connect
 from tailrace.app.weights.held_pieces import HeldPiece, held_pieces
-from tailrace.deployments.messages.pieces import RankPart
+from tailrace.deployments.messages.pieces import PublishPhase, RankPart
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.messages.scores import Score
 
@@ -35,6 +35,13 @@ def publish(version: int, held: object, **settings) -> WeightsLoaded:
     replicas hold it. `settings` and errors: those of `begin`, and of `Publishing.wait`.
     """
     return begin(version, held, **settings).wait()
+
+
+def next_version(client: RolloutClient | None = None) -> int:
+    """Returns the lowest version that can be published: above the present one, and above all that have ended. One rank
+    asks, and tells the others. `client`: see `begin`.
+    """
+    return blocking((client or connect()).publishing.run)(PublishPhase.NEXT, 0, 0)
 
 
 def begin(

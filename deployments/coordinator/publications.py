@@ -160,6 +160,8 @@ class Publications:
     async def run(self, phase: str, version: int, rank: int, content: Any = None) -> Any:
         """Runs one phase of a rank, see PublishPhase. Returns its answer, or Rejected once the version has ended."""
         wanted = PublishPhase(phase)
+        if wanted is PublishPhase.NEXT:
+            return max(self._served(), self._latest.version if self._latest else 0) + 1
         if wanted is PublishPhase.JOIN:
             return await self._join(version, rank, content)
         if wanted is PublishPhase.FAILED:
@@ -170,11 +172,11 @@ class Publications:
             return Rejected(reason=f"weights {version}: rank {rank} has not joined it here; publish a higher version")
         if publication.outcome.done():
             return publication.outcome.result()
-        if wanted is PublishPhase.RENEW:
-            return publication.renew(rank)
-        return await self._written(publication, wanted, rank, content)
+        return await self._joined(publication, wanted, rank, content)
 
-    async def _written(self, publication: Publication, phase: PublishPhase, rank: int, content: Any) -> Any:
+    async def _joined(self, publication: Publication, phase: PublishPhase, rank: int, content: Any) -> Any:
+        if phase is PublishPhase.RENEW:
+            return publication.renew(rank)
         if phase is PublishPhase.STAGED:
             publication.stage(rank, content)
         elif not publication.sealed:

@@ -35,8 +35,9 @@ class TensorPiece(NamedTuple):
 
 
 class PublishPhase(StrEnum):
-    """Calls of a rank, in order. All but `renew` and `failed` wait for other ranks."""
+    """Calls of a rank, in order. All but `next`, `renew` and `failed` wait for other ranks."""
 
+    NEXT = "next"  # of any client; answered with the lowest version that can be published
     JOIN = "join"  # with a RankPart; answered with a RankPlan once all ranks have joined
     STAGED = "staged"  # with a PieceEnd for each piece of the plan; the leader gets all, others the end
     SEALED = "sealed"  # of the leader, with the source; answered with the end

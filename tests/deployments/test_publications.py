@@ -291,6 +291,7 @@ def test_odd_calls_are_refused_in_one_line(play):
         with pytest.raises(WeightsRejected, match="weights 3: rank 0 has not joined it here; publish a higher version"):
             await site.run(PublishPhase.STAGED, 3, 0, ())
         assert len(await site.ends(ahead[1])) == 1 and not site.loads
+        assert await asyncio.to_thread(publishing.next_version, site) == 9, "8 has ended, the service has 4"
 
     play(story)
 

@@ -11,6 +11,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from tailrace_verl.requests import Lengths
 from tailrace_verl.server import TailraceServer
 from tailrace_verl.settings import SERVER, settings
+from tailrace_verl.unsaved_tensors import unsaved_tensors
 
 ONE = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
@@ -50,7 +51,7 @@ class TailraceReplica(RolloutReplica):
             max_concurrency=max(self.max_concurrency, self._settings.max_concurrency),
         )
         lengths = Lengths(self.config.prompt_length, self.config.response_length)
-        handle = server.remote(self._settings, lengths, self.config.seed)
+        handle = server.remote(self._settings, lengths, self.config.seed, unsaved_tensors(self.model_config.path))
         await handle.check.remote()
         self.servers, self._server_handle = [handle], handle
         self._server_address = f"tailrace:{self.replica_rank}"  # a name for verl's router; nothing listens there

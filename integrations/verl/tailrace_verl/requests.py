@@ -78,6 +78,8 @@ def asked(
         first = error.errors(include_url=False, include_input=False)[0]
         place_text = ".".join(map(str, first["loc"])) or "sampling_params"
         raise ValueError(f"{place_text}: {first['msg'].removeprefix('Value error, ')}") from error
+    if made.sampling.wants_more:
+        raise ValueError("prompt_logprobs, top_logprobs, sampling_mask: not supported; verl's answer has no field")
     return Asked(made, place, int(step), keyed_by)
 
 

@@ -11,24 +11,26 @@ from typing import Any
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import connect
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace.weights import next_version
 from tailrace_verl.global_steps import GlobalSteps
 from tailrace_verl.joined_groups import JoinedGroups
 from tailrace_verl.replies import reply
 from tailrace_verl.requests import Lengths, asked
 from tailrace_verl.settings import Settings
+from tailrace_verl.weights_update import WeightsUpdate
 
 TEXT_ONLY = "not supported: prompts are token ids alone; remove it"
 
 
 class TailraceServer:
-    """`seed`: of the run, verl's `rollout.seed`. Make it where an event loop runs."""
+    """`seed`: of the run, verl's `rollout.seed`. `unsaved`: see WeightsUpdate. Make it where an event loop runs."""
 
-    def __init__(self, settings: Settings, lengths: Lengths, seed: int):
-        self._settings, self._lengths = settings, lengths
+    def __init__(self, settings: Settings, lengths: Lengths, seed: int, unsaved: tuple[str, ...] = ()):
+        self._settings, self._lengths, self._unsaved = settings, lengths, unsaved
         self._groups = JoinedGroups(self._roll_out, seed)
         self._steps = GlobalSteps()
         self._client: RolloutClient | None = None
-        self._connecting, self._updating = asyncio.Lock(), asyncio.Lock()
+        self._connecting = asyncio.Lock()
 
     async def connected(self) -> RolloutClient:
         """The client, made once. Passes on the errors of `tailrace.connect`."""
@@ -74,17 +76,15 @@ class TailraceServer:
 
     # ---- weights -------------------------------------------------------------------------------------
 
-    async def next_weights(self) -> tuple[int, str]:
-        """The version to write next, and the folder for all versions."""
-        return await self.check() + 1, str(self._settings.weights_dir)
+    async def next_weights(self, global_steps: int | None) -> WeightsUpdate:
+        """Allots a version to a step's weights. One that ends unloaded is not allotted again."""
+        version = await asyncio.to_thread(next_version, await self.connected())
+        self._steps.record(version, global_steps)
+        return WeightsUpdate(version, self._settings, self._unsaved)
 
-    async def commit_weights(self, version: int, folder: str, global_steps: int | None) -> list[str]:
-        """Load a written folder on every replica; returns their ids. Passes on WeightsRejected."""
-        async with self._updating:
-            client = await self.connected()
-            loaded = await client.update_weights(version, folder)
-            self._steps.record(version, global_steps)
-        return list(loaded.replicas)
+    async def load_weights(self, version: int, folder: str) -> None:
+        """Loads a written folder on every replica. Passes on WeightsRejected."""
+        await (await self.connected()).update_weights(version, folder)
 
     # ---- calls of verl that have nothing to do here --------------------------------------------------
 

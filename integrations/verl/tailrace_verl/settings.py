@@ -14,11 +14,11 @@ SERVER = "tailrace_verl_server"
 
 
 class Settings(BaseModel):
-    """`weights_dir`: on storage that the trainer's rank 0 and all nodes of the service see."""
+    """`weights_dir`: a folder that the trainer's rank 0 and all nodes of the service see, in place of memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    weights_dir: Path
+    weights_dir: Path | None = None
     address: str = "auto"
     app_name: str = "tailrace"
     whole_groups: bool = True

@@ -1,39 +1,82 @@
-"""The trainer's weights on their way to the service: a folder of safetensors, then one call.
+"""The trainer's weights on their way to the service: each rank publishes its share from memory.
 
-Invariant: a folder is whole before the service hears of it, and never the one that the service has now.
-`stage_and_commit` is used by both ways: `TailraceWeights` (trainer and rollout in one worker group) and the checkpoint
-engine (apart).
+verl gathers every tensor on every rank. Invariant: one rank keeps and publishes a tensor, and all ranks know which from
+the sizes of the tensors before it. `send` is used by both ways: `TailraceWeights` (trainer and rollout in one worker
+group) and the checkpoint engine (apart).
 """
 
-from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 import ray
 import torch
+from torch import distributed
 from verl.workers.rollout.base import BaseRollout
 
+from tailrace.app.calls.publishing_rank import this_node
+from tailrace.app.cluster import connect
 from tailrace.app.trl.weights_folders import WeightsFolders
+from tailrace.weights import begin
 from tailrace_verl.settings import SERVER
+from tailrace_verl.weights_update import WeightsUpdate
 
 COMMITTED = "tailrace_committed"
-"""Wire format of the checkpoint engine: its sender has committed the weights, so no tensor comes."""
+"""Wire format of the checkpoint engine: its senders have committed the weights, so no tensor comes."""
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
-async def stage_and_commit(tensors: Iterable[tuple[str, torch.Tensor]], global_steps: int | None, server: str) -> int:
-    """Writes the tensors and has the service load them. Returns the version. Passes on the service's refusal."""
-    handle = ray.get_actor(server)
-    version, root = await handle.next_weights.remote()
-    folder = WeightsFolders(Path(root)).write(version, tensors)
-    await handle.commit_weights.remote(version, str(folder), global_steps)
-    return version
+async def send(tensors: Tensors, global_steps: int | None) -> int:
+    """Publishes whole tensors, which all ranks must be given in one order; to be called on every rank.
+
+    Returns the version. Raises WeightsRejected, one line, on every rank if the version has ended.
+    """
+    server = ray.get_actor(SERVER)
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    nodes, update = await _agreed(server, rank, global_steps)
+    expected = ((name, tensor) for name, tensor in tensors if name not in update.unsaved)
+    if update.settings.weights_dir is not None:
+        await _write(server, update, expected, rank)
+        return update.version
+    sharers = [each for each, node in enumerate(nodes) if node == nodes[0]]
+    client = await asyncio.to_thread(connect, update.settings.address, update.settings.app_name)
+    publishing = begin(update.version, share_of(expected, rank, sharers), client=client)  # gathers on this thread
+    await asyncio.to_thread(publishing.wait)
+    return update.version
 
 
-def is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+def share_of(tensors: Tensors, rank: int, sharers: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a rank's share, in host memory. Each tensor goes to the sharer with the fewest bytes so far."""
+    given = dict.fromkeys(sharers, 0)
+    for name, tensor in tensors:
+        owner = min(given, key=given.__getitem__)
+        given[owner] += tensor.nbytes
+        if owner == rank:
+            yield name, tensor.detach().to("cpu")
+
+
+async def _agreed(server, rank: int, global_steps: int | None) -> tuple[list[str], WeightsUpdate]:
+    """Returns the node of each rank, and the update, which the first rank asks for."""
+    own = this_node(), await server.next_weights.remote(global_steps) if rank == 0 else None
+    met = [own]
+    if distributed.is_initialized():
+        met = [None] * distributed.get_world_size()
+        distributed.all_gather_object(met, own)
+    return [node for node, _ in met], met[0][1]
+
+
+async def _write(server, update: WeightsUpdate, tensors: Tensors, rank: int) -> None:
+    """Writes the folder on the first rank, and has it loaded. Other ranks take the tensors too: they are gathered."""
+    if rank == 0:
+        folder = WeightsFolders(update.settings.weights_dir).write(update.version, tensors)
+        await server.load_weights.remote(update.version, str(folder))
+    else:
+        for _ in tensors:
+            pass
 
 
 class TailraceWeights(BaseRollout):
-    """The rollout side of an update of verl's. Every rank takes the tensors, since gathering needs them all."""
+    """The rollout side of an update of verl's."""
 
     is_leader_rank = True
 
@@ -55,8 +98,5 @@ class TailraceWeights(BaseRollout):
         if kwargs.get("peft_config") is not None:
             raise ValueError("model.lora: adapters are not supported; set actor_rollout_ref.model.lora.merge=True")
         tensors = [pair async for pair in weights] if isinstance(weights, AsyncIterator) else weights
-        if wire_format == COMMITTED or not is_first_rank():
-            for _ in tensors:
-                pass
-        else:
-            await stage_and_commit(tensors, kwargs.get("global_steps"), SERVER)
+        if wire_format != COMMITTED:
+            await send(tensors, kwargs.get("global_steps"))

@@ -62,8 +62,10 @@ def free_port() -> int:
 def cluster(request, model, tmp_path_factory):
     """Connects this process; yields the class of the server."""
     import ray
-    from stand_in import StandInServer
+    from stand_in import SLOTS, StandInServer
     from tailrace_verl.server import TailraceServer
+
+    from tailrace.deployments.staging.slots import Slots
 
     started = None
     environment = {"py_executable": sys.executable, "env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
@@ -77,6 +79,7 @@ def cluster(request, model, tmp_path_factory):
         yield StandInServer if request.param == "stand_in" else TailraceServer
     finally:
         ray.shutdown()
+        Slots(SLOTS).remove()
         if started is not None:
             started.send_signal(signal.SIGTERM)
             assert started.wait(90) == 0
@@ -106,7 +109,7 @@ def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="session")
-def config(model, tmp_path_factory):
+def config(model):
     """verl's own configuration file, with the keys that docs/verl.md names."""
     import verl
     from hydra import compose, initialize_config_dir
@@ -124,8 +127,6 @@ def config(model, tmp_path_factory):
         "agent.default_agent_loop": "tailrace_agent",
     }
     changes = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in keys.items()]
-    folder = tmp_path_factory.mktemp("weights")
-    changes += [f"+actor_rollout_ref.rollout.engine_kwargs.tailrace.weights_dir={folder}"]
     changes += [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.hybrid_engine=False"]
     changes += ["trainer.v1.trainer_mode=separate_async"]
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):

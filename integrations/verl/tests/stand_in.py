@@ -1,17 +1,27 @@
-"""A service in this process: a client's calls, answered with tokens drawn by sample key and weights."""
+"""A service in this process: a client's calls, answered with tokens drawn by sample key and weights.
+
+Ranks of a trainer publish with the product's own code; what they call is the coordinator's book of publications.
+"""
 
 import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import ray
 from safetensors.torch import load_file
 from tailrace_verl.server import TailraceServer
+from tailrace_verl.settings import SERVER
 
+from tailrace.app.calls.refused import accepted
+from tailrace.deployments.coordinator.publications import Publications
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult, Segment, WeightsLoaded
+from tailrace.deployments.staging.slots import Slots, memory_source
 from tailrace.policies.protocol.actions import SampleEnd
 
+SLOTS = "stand-in"
 VOCABULARY = 1000
 
 
@@ -19,16 +29,22 @@ class StandIn:
     def __init__(self):
         self.version, self.weights = 0, {}
         self.batches: list[RolloutBatch] = []
-        self.broken = ""
+        self.digest = self.broken = ""
+        self.publishing = Publications(lambda: self.version, self._load, asyncio.get_running_loop().create_task)
 
     async def status(self):
-        return type("Status", (), {"weights_version": self.version})
+        return SimpleNamespace(weights_version=self.version, weights_digest=self.digest)
 
-    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
-        assert version >= self.version
+    async def update_weights(self, version: int, source: str) -> WeightsLoaded:
+        assert version > self.version
         self.weights = {k: v for path in Path(source).glob("*.safetensors") for k, v in load_file(path).items()}
         self.version = version
         return WeightsLoaded(version=version, replicas=("one",))
+
+    async def _load(self, version: int, source: str, digest: str, score: tuple) -> WeightsLoaded:
+        self.digest = digest
+        folder = Slots(SLOTS).held()[memory_source(source)[1:]]
+        return (await self.update_weights(version, str(folder))).model_copy(update={"digest": digest})
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
         if self.broken:
@@ -63,9 +79,16 @@ class StandIn:
 class StandInServer(TailraceServer):
     """The plug-in's own server, whose client is the stand-in."""
 
-    def _connect(self) -> StandIn:
-        self.stand_in = StandIn()
-        return self.stand_in
+    async def connected(self) -> StandIn:
+        if self._client is None:
+            self._client = self.stand_in = StandIn()
+        return self._client
+
+    async def status(self):
+        return await (await self.connected()).status()
+
+    async def publish(self, *call):
+        return await (await self.connected()).publishing.run(*call)
 
     async def sent(self) -> list[tuple[str, int, int]]:
         """Of each batch: its prompt's name, samples and step."""
@@ -73,3 +96,20 @@ class StandInServer(TailraceServer):
 
     async def tensors(self) -> dict:
         return self.stand_in.weights
+
+
+class StandInClient:
+    """A rank's client of the stand-in. The arguments are those of `tailrace.connect`."""
+
+    def __init__(self, address: str, app_name: str):
+        self._server = ray.get_actor(SERVER)
+        self.publishing = self
+
+    async def own_slots(self) -> str:
+        return SLOTS
+
+    async def status(self):
+        return await self._server.status.remote()
+
+    async def run(self, phase: str, version: int, rank: int, content: object = None):
+        return accepted(await self._server.publish.remote(phase, version, rank, content), "publish_weights")

@@ -16,16 +16,16 @@ from tailrace.policies.protocol.actions import SampleEnd
 VERL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 
-def server(tmp_path) -> StandInServer:
-    return StandInServer(Settings(weights_dir=tmp_path), Lengths(16, 32), seed=5)
+def server() -> StandInServer:
+    return StandInServer(Settings(), Lengths(16, 32), seed=5)
 
 
 async def ask(one: StandInServer, index: int, group: str = "u", prompt=(7, 8), **names):
     return await one.generate(list(prompt), dict(VERL), f"id-{random.random()}", group=group, index=index, **names)
 
 
-async def test_the_calls_of_a_group_are_one_batch(tmp_path):
-    one = server(tmp_path)
+async def test_the_calls_of_a_group_are_one_batch():
+    one = server()
     answers = await asyncio.gather(*(ask(one, index, of=4, step=3) for index in range(4)))
     assert await one.sent() == [("u", 4, 3)]
     assert len({tuple(answer.token_ids) for answer in answers}) == 4
@@ -33,8 +33,8 @@ async def test_the_calls_of_a_group_are_one_batch(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
-async def test_tokens_do_not_depend_on_the_order_or_on_missing_calls(tmp_path, order):
-    reference, other, lone = (server(tmp_path) for _ in range(3))
+async def test_tokens_do_not_depend_on_the_order_or_on_missing_calls(order):
+    reference, other, lone = (server() for _ in range(3))
     expected = [(await ask(reference, index, of=4)).token_ids for index in range(4)]
     got = {}
     for index in order:  # one after the other: each waits for the whole group
@@ -44,14 +44,14 @@ async def test_tokens_do_not_depend_on_the_order_or_on_missing_calls(tmp_path, o
     assert (await ask(other, 2, of=4)).token_ids == expected[2], "asked again after the group was taken"
 
 
-async def test_groups_of_other_prompts_steps_or_settings_do_not_mix(tmp_path):
-    one = server(tmp_path)
+async def test_groups_of_other_prompts_steps_or_settings_do_not_mix():
+    one = server()
     await asyncio.gather(ask(one, 0, of=2), ask(one, 1, of=2, step=1), ask(one, 0, of=2, prompt=(9,)))
     assert len(await one.sent()) == 3
 
 
-async def test_an_error_of_the_service_reaches_every_caller_and_the_next_call_tries_again(tmp_path):
-    one = server(tmp_path)
+async def test_an_error_of_the_service_reaches_every_caller_and_the_next_call_tries_again():
+    one = server()
     await one.check()
     one.stand_in.broken = "no replica"
     answers = await asyncio.gather(*(ask(one, index, of=2) for index in range(2)), return_exceptions=True)
@@ -60,8 +60,8 @@ async def test_an_error_of_the_service_reaches_every_caller_and_the_next_call_tr
     assert (await ask(one, 0, of=2)).stop_reason == "completed"
 
 
-async def test_a_cancelled_call_does_not_end_its_mates(tmp_path):
-    one = server(tmp_path)
+async def test_a_cancelled_call_does_not_end_its_mates():
+    one = server()
     first, second = (asyncio.create_task(ask(one, index, of=2)) for index in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -70,9 +70,9 @@ async def test_a_cancelled_call_does_not_end_its_mates(tmp_path):
         await first
 
 
-async def test_images_are_refused(tmp_path):
+async def test_images_are_refused():
     with pytest.raises(ValueError, match="image_data: not supported"):
-        await server(tmp_path).generate([1], dict(VERL), "id", image_data=[object()])
+        await server().generate([1], dict(VERL), "id", image_data=[object()])
 
 
 def sample(end: SampleEnd, *versions: int) -> SampleResult:

@@ -1,0 +1,56 @@
+"""Shares of the ranks, and the folder in place of memory. In one process."""
+
+from types import SimpleNamespace
+
+import pytest
+import tailrace_verl.weights
+import torch
+from safetensors.torch import load_file, save_file
+from tailrace_verl.settings import Settings
+from tailrace_verl.unsaved_tensors import unsaved_tensors
+from tailrace_verl.weights import send, share_of
+from tailrace_verl.weights_update import WeightsUpdate
+
+TENSORS = {f"t{size}": torch.full((size,), float(size)) for size in (9, 1, 4, 7, 3, 2, 8)}
+
+
+def test_every_tensor_is_in_one_share_and_shares_are_even():
+    shares = [dict(share_of(TENSORS.items(), rank, range(3))) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(TENSORS)
+    sizes = [sum(map(len, share.values())) for share in shares]
+    assert max(sizes) - min(sizes) < 9 and sum(sizes) == 34
+
+
+def test_ranks_of_other_nodes_take_all_tensors_and_keep_none():
+    tensors = iter(TENSORS.items())
+    assert not list(share_of(tensors, 2, (0, 1))) and not list(tensors)
+
+
+class Remote:
+    """A handle of the server."""
+
+    def __init__(self, update: WeightsUpdate):
+        self._update, self.loads = update, []
+        self.next_weights, self.load_weights = SimpleNamespace(remote=self._next), SimpleNamespace(remote=self._load)
+
+    async def _next(self, global_steps):
+        return self._update
+
+    async def _load(self, version, folder):
+        self.loads.append((version, folder))
+
+
+async def test_with_weights_dir_the_first_rank_writes_a_folder(tmp_path, monkeypatch):
+    server = Remote(WeightsUpdate(7, Settings(weights_dir=tmp_path), ("t9",)))
+    monkeypatch.setattr(tailrace_verl.weights, "this_node", lambda: "one")
+    monkeypatch.setattr(tailrace_verl.weights.ray, "get_actor", lambda name: server)
+    assert await send(TENSORS.items(), 3) == 7
+    ((version, folder),) = server.loads
+    assert version == 7 and load_file(f"{folder}/model-00000.safetensors").keys() == TENSORS.keys() - {"t9"}
+
+
+@pytest.mark.parametrize(("saved", "unsaved"), [("lm_head.weight", ()), ("other.weight", ("lm_head.weight",))])
+def test_a_tied_head_is_sent_if_the_models_folder_has_it(tmp_path, saved, unsaved):
+    assert unsaved_tensors(str(tmp_path / "somebody/model")) == ()
+    save_file({saved: torch.ones(1)}, tmp_path / "model.safetensors")
+    assert unsaved_tensors(str(tmp_path)) == unsaved
