@@ -21,6 +21,9 @@ from tailrace.app.http.event_stream import NamedEventStream
 SERVING = object.__new__(AnthropicServingMessages)
 """vLLM's conversion, which uses no state of its server."""
 
+BUDGET = {"thinking_token_budget"}
+"""Of `thinking`, which harnesses send to any model: thoughts have no budget of their own here, but `max_tokens`."""
+
 UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 """Details of a refused `thread`, by which Anthropic's clients (2.14) send whole conversations from then on."""
 
@@ -50,7 +53,7 @@ async def chat_request(harness: Harness, asked: AnthropicMessagesRequest | Anthr
     template = getattr((await harness.service.model()).prompts.tokenizer, "chat_template", None)
     merges = AnthropicServingMessages._detect_merge_inline_system(template)
     found = SERVING.to_chat_completion_request(asked, merge_inline_system=merges)
-    return ChatRequest(**found.model_dump(exclude_unset=True, exclude_none=True))
+    return ChatRequest(**found.model_dump(exclude_unset=True, exclude_none=True, exclude=BUDGET))
 
 
 def _whole(completion: dict) -> dict:

@@ -68,14 +68,6 @@ wire_api = "responses"
 request_max_retries = 0
 stream_max_retries = 0
 """
-OPENCODE_CONFIG = {
-    "model": "tailrace/any", "small_model": "tailrace/any", "autoupdate": False, "share": "disabled",
-    "provider": {"tailrace": {
-        "npm": "@ai-sdk/openai-compatible", "name": "Tailrace",
-        "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
-        "models": {"any": {"name": "any", "limit": {"context": CONTEXT, "output": 2_048}}},
-    }},
-}  # fmt: skip
 QUIET = {
     "MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
@@ -111,7 +103,6 @@ def played(run: Run, trajectory, folder: Path) -> str:
     """Runs the harness to its end. Returns what it printed."""
     (folder / ".codex").mkdir()
     (folder / ".codex/config.toml").write_text(CODEX_CONFIG.format(base_url=trajectory.base_url))
-    (folder / "opencode.json").write_text(json.dumps(OPENCODE_CONFIG))
     given = {f"{vendor}_{name}": value for vendor in ("OPENAI", "ANTHROPIC")
              for name, value in (("BASE_URL", trajectory.base_url), ("API_KEY", trajectory.api_key))}  # fmt: skip
     done = subprocess.run(

@@ -304,7 +304,8 @@ def test_anthropics_client_makes_the_same_turns(play):
             )
             messages = [user("5 6")]
             for word in ("7", "8"):
-                asked = {"model": "claude", "max_tokens": 8_000, "messages": messages}
+                thinking = {"type": "enabled", "budget_tokens": 2_000}
+                asked = {"model": "claude", "max_tokens": 8_000, "messages": messages, "thinking": thinking}
                 if dialect == "openai":
                     messages = await said(client_of(http, trajectory), messages)
                 elif dialect == "whole":
