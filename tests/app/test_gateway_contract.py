@@ -153,9 +153,11 @@ def answered() -> list[dict]:
     parser = SimpleNamespace(
         special=False,
         is_named=False,
-        message=lambda *_: {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [{}]},
+        message=lambda *_: ({"role": "assistant", "content": "", "reasoning": "", "tool_calls": [{}]}, 1),
     )
-    chat = SimpleNamespace(request=chat_request, parser=parser, token_ids=(1,), keep=lambda *_: None)
+    chat = SimpleNamespace(
+        request=chat_request, parser=parser, token_ids=(1,), keep=lambda *_: None, finds_thoughts=True
+    )
     completion = CompletionRequest(prompt="a", logprobs=1, return_token_ids=True)
     with_features = {"features": features((1, 0), length=1), "return_token_ids": True}
     return [

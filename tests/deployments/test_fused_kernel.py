@@ -144,7 +144,7 @@ def test_the_noise_is_the_integers_of_the_reference(kernel):
 )
 def test_a_row_moves_few_bytes_more_than_it_must(kernel, filters, most):
     """A row without filters is read once, one with filters twice; the rest is small. Counted load by load."""
-    vocab = 20_480
+    vocab = 49_152
     moved, again = sampler_triton.moved_bytes(kernel, sampler_triton.like_a_model(vocab), **filters)
     assert 4 * vocab < moved < most * (4 * vocab + 16)
     assert again < 0.2 * 4 * vocab
