@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.policies.protocol.performance import Performance
 from tailrace.policies.protocol.views import ReplicasView, SampleView
 
+RENEW_S = 60.0
+"""Age of the last pull from which its seconds are measured again: pulls that were slow once would never be tried."""
+
 
 @runtime_checkable
 class Placement(Protocol):
@@ -119,12 +122,14 @@ class CostAware(BaseModel):
         return there if stay_s - move_s > self.min_gain_s else here, memory
 
     def min_pull_tokens(self, performance: Performance | None) -> int | None:
-        """Returns the knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s."""
+        """Returns the knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s; 1 to measure."""
         if self.pull_from_tokens is not None:
             return self.pull_from_tokens
         if performance is None or not performance.prefill_token_s:
             return 1
         fetch_s, compute_s = performance.fetch_token_s, performance.prefill_token_s
+        if fetch_s and performance.fetch_age_s > RENEW_S:
+            return 1
         if not 0 < fetch_s < compute_s:
             return None
         return 1 + int(performance.fetch_base_s / (compute_s - fetch_s))

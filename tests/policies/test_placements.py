@@ -1,5 +1,7 @@
 """Placements and chunkings: what each one means, and the contract every one keeps, the user's own included."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,6 +156,13 @@ def test_pinned_places_like_least_kv_and_says_that_it_sticks():
 def test_to_pull_pays_from_the_break_even_of_the_measured_speeds_on(prefill, fetch, base, pull):
     assert CostAware().min_pull_tokens(performance(prefill, fetch, base)) == pull
     assert CostAware(pull_from_tokens=7).min_pull_tokens(performance(prefill, fetch, base)) == 7
+
+
+def test_pulls_that_were_slow_are_tried_again_after_a_minute():
+    slow = performance(1_000.0, 500.0, 0.1)
+    assert CostAware().min_pull_tokens(replace(slow, fetch_age_s=59.0)) is None
+    assert CostAware().min_pull_tokens(replace(slow, fetch_age_s=61.0)) == 1
+    assert CostAware().min_pull_tokens(replace(performance(1_000.0, 0.0, 0.1), fetch_age_s=61.0)) is None, "no pool"
 
 
 @PROFILE
