@@ -46,7 +46,7 @@ test-hosts: setup ## `ray up` to tokens on three hosts of this machine, then par
 	@$(PY) -m pytest --hosts -m hosts tests/live/hosts
 
 test-verl: setup ## the plug-in for verl against verl 0.9.1, in an environment of its own below .venv-verl (minutes)
-	@[ -e .venv-verl/.made ] || { $(PYTHON) -m venv --clear .venv-verl && \
+	@[ .venv-verl/.made -nt integrations/verl/requirements-test.txt ] || { $(PYTHON) -m venv --clear .venv-verl && \
 	.venv-verl/bin/pip install -q --no-deps -r integrations/verl/requirements-test.txt && \
 	.venv-verl/bin/pip install -q --no-deps --no-build-isolation -e . -e integrations/verl && touch .venv-verl/.made; }
 	@cd integrations/verl && ../../.venv-verl/bin/python -m pytest
