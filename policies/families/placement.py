@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.policies.protocol.performance import Performance
 from tailrace.policies.protocol.views import ReplicasView, SampleView
 
-RENEW_S = 60.0
-"""Age of the last pull from which its seconds are measured again: pulls that were slow once would never be tried."""
-
 
 @runtime_checkable
 class Placement(Protocol):
@@ -101,6 +98,7 @@ class CostAware(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["cost_aware"] = "cost_aware"
+    renew_s: ClassVar[float] = 60.0  # age of the last pull from which one is tried, however slow that was
     file_keys: ClassVar[tuple[str, ...]] = ()
     sticky: ClassVar[bool] = False
     min_gain_s: float = Field(0.05, ge=0.0, description="min seconds that a move must save")
@@ -114,8 +112,7 @@ class CostAware(BaseModel):
             return there, memory
         ours, theirs = replicas.performance(here), replicas.performance(there)
         if ours is None or theirs is None or not theirs.prefill_token_s:
-            stays = 2 * replicas.room_tokens(here) >= replicas.room_tokens(there)
-            return here if stays else there, memory
+            return here if 2 * replicas.room_tokens(here) >= replicas.room_tokens(there) else there, memory
         new_tokens = need_tokens - sample.prompt_tokens - sample.generated_tokens
         stay_s = new_tokens * ours.token_s(replicas.running(here) + 1)
         move_s = self._kv_s(sample, theirs) + new_tokens * theirs.token_s(replicas.running(there) + 1)
@@ -125,11 +122,9 @@ class CostAware(BaseModel):
         """Returns the knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s; 1 to measure."""
         if self.pull_from_tokens is not None:
             return self.pull_from_tokens
-        if performance is None or not performance.prefill_token_s:
+        if performance is None or not performance.prefill_token_s or performance.fetch_age_s > self.renew_s:
             return 1
         fetch_s, compute_s = performance.fetch_token_s, performance.prefill_token_s
-        if fetch_s and performance.fetch_age_s > RENEW_S:
-            return 1
         if not 0 < fetch_s < compute_s:
             return None
         return 1 + int(performance.fetch_base_s / (compute_s - fetch_s))
