@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 test test-%: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-harnesses test-sglang test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
+.PHONY: help setup demo test test-pure test-slow test-long test-hosts test-verl test-renderers test-harnesses test-sglang test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -35,8 +35,11 @@ test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in
 	@$(PY) -m pytest -n 2 --dist loadgroup $(IN_PROCESS)
 	@$(PY) -m pytest -m "live or gpu" -n 2 --dist loadgroup $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
 
-test-pure: setup ## the pure tests alone, on two cores
-	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist loadgroup --ignore tests/live
+test-pure: setup ## the pure tests that are not slow, on two cores (a minute and a half)
+	@$(PY) -m pytest -m "not live and not gpu and not slow" -n 2 --dist loadgroup --ignore tests/live
+
+test-slow: setup ## the pure tests of two seconds or more, such as simulations at length, on two cores
+	@$(PY) -m pytest -m "slow" -n 2 --dist loadgroup --ignore tests/live
 
 test-long: setup ## the tests marked long: races, draft models and the certificate at length (minutes)
 	@$(PY) -m pytest --long -m long

@@ -62,6 +62,7 @@ def test_what_a_hint_leaves_out_hides_some_of_the_divergence_and_adds_none(kept)
     assert kept < 9 or torch.allclose(found, whole, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [3, 40, 100])
 def test_some_tokens_stand_for_the_rest(others):
     """A softmax over a share of the vocabulary is right on average, and exact where the share is all."""

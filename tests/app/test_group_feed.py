@@ -113,10 +113,12 @@ def long_share(seeds: range, cut: slice) -> float:
     return mean(taken) / mean(all_lengths)
 
 
+@pytest.mark.slow
 def test_long_answers_are_trained_on_as_often_as_they_are_made():
     assert long_share(range(12), slice(6, 18)) == pytest.approx(1.0, abs=0.06)
 
 
+@pytest.mark.slow
 def test_without_the_bound_short_answers_would_come_first(monkeypatch):
     monkeypatch.setattr(group_feed, "GroupTurns", FirstEnded)
     assert long_share(range(8), slice(0, 6)) < 0.9

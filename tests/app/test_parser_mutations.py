@@ -164,6 +164,7 @@ def escapes(name: str, seeds: range, folder: Path) -> tuple[list[str], int]:
     return found, refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_no_mutation_escapes(name, tmp_path):
     with warnings.catch_warnings():

@@ -112,6 +112,7 @@ except Failed as failed:
 """The system refuses writes beyond 1,000 bytes, after a part of a line: as on a disk that is full."""
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_keeps_the_groups_that_are_there(tmp_path):
     path = tmp_path / "out.jsonl"
     command = [sys.executable, "-c", FULL_DISK, str(path), str(Path(__file__).parent)]

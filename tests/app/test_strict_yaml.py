@@ -54,6 +54,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -14,6 +14,7 @@ from tailrace.app.train.rewards import RewardPool, answer_in, score
 from tailrace.app.train.task import Question, Task, TaskConfig, read_task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"), [("chain_sum", {"max_terms": 3}), ("gcd", {}), ("spell_backward", {"max_word_len": 5})]
 )
@@ -128,6 +129,7 @@ def test_a_task_has_one_source_and_a_sound_pattern(config):
         TaskConfig(**config)
 
 
+@pytest.mark.slow
 def test_rewards_that_raise_hang_die_or_are_no_numbers_are_counted_values(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.setattr(reward_functions, "FINE", 9.0)  # of this process: the pool's are not forked from it

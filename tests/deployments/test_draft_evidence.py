@@ -71,6 +71,7 @@ def askew(**knobs) -> CandidateScorer:
     return evidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stay", [0.6, 0.9])
 def test_a_wrong_belief_is_unlearned(stay):
     evidence = askew()

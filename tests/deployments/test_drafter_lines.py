@@ -17,6 +17,7 @@ SLOW, FAST = 6, 40
 # ---- a late drafter -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_drafter_that_needs_longer_than_a_chunk_for_a_context_drafts_in_a_later_chunk(coupled):
     pair = Pair(SLOW, coupled=coupled)
@@ -98,6 +99,7 @@ def test_two_chunks_of_a_sample_have_two_lines_and_one_is_kept():
 # ---- given back -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_line_that_never_joins_is_counted_and_given_back_and_its_sample_asks_no_more():
     pair = Pair(pace=0)
     for number in range(MAX_ALONE // 64):
@@ -112,6 +114,7 @@ def test_a_line_that_never_joins_is_counted_and_given_back_and_its_sample_asks_n
     assert (heard["open"], heard["stopped_before_a_guess"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_others_have_what_was_given_back():
     """Room for one of two: the first gets nowhere, and the second has none until the first is given back."""
     pair = Pair(pace=0, kv_blocks=LONG // 32 + 60)

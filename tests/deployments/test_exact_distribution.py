@@ -91,6 +91,7 @@ def generate_with_drafts(kernel, keys, filters, propose):
     return tokens, hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", FILTERS)
 def test_samples_have_the_targets_distribution(kernel, name):
@@ -101,6 +102,7 @@ def test_samples_have_the_targets_distribution(kernel, name):
     assert p_value(tokens, other) < 1e-3  # the test is able to fail: a temperature 10 % lower is noticed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILTERS)
 def test_drafts_change_no_token_and_no_distribution(name):
     keys = keys_of(2)

@@ -35,6 +35,7 @@ def on_cpu(given, dtype=torch.float32):
     return kernel_cpu.sample_rows(torch.from_numpy(given.logits).to(dtype).float().numpy(), *given[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [10, pytest.param(48, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
@@ -66,6 +67,7 @@ def test_a_difference_would_be_found(name, factor, seen_in):
     assert sampler_triton.differences(Other, logits, columns)[seen_in] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.6}, {"top_k": 40}, {"top_p": 0.9, "top_k": 300}])
 def test_a_row_of_several_programs(kernel, filters):
     """Two rows of two programs: flat, so that not all candidates fit in the buffer, and as models make them."""
@@ -84,6 +86,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kernel):
     assert [column[::-1].tobytes() for column in back] == [column.tobytes() for column in together]
 
 
+@pytest.mark.slow
 def test_margins_are_measured_in_the_window_of_the_cpu(kernel):
     from tailrace.deployments.vllm_exact.fused import parameters
 
@@ -132,6 +135,7 @@ def test_the_noise_is_the_integers_of_the_reference(kernel):
     assert draw(kernel, given)[0].tolist() == np.argmin(noise, axis=1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("filters", "most"),
     [
@@ -157,6 +161,7 @@ def test_a_flat_row_with_top_p_is_read_more_often(kernel):
     assert moved > 5 * 4 * 5_000
 
 
+@pytest.mark.slow
 def test_it_compiles_for_gpus_and_no_float64_operation_is_fused():
     """In a process of its own: here the kernel is interpreted. Fused operations would change the units of masses."""
     run = subprocess.run(

@@ -1,6 +1,7 @@
 """Laws of the live logs: any interleaving is one path, cursors lose and repeat nothing, memory is bounded."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ appends = st.lists(st.tuples(writers, samples, starts, counts, st.none() | write
 """(writer, sample, start, tokens, who looks afterwards)"""
 
 
+@pytest.mark.slow
 @given(appends)
 def test_any_interleaving_is_one_path_and_readers_miss_and_repeat_nothing(steps):
     groups = of_groups()
@@ -70,6 +72,7 @@ def test_any_interleaving_is_one_path_and_readers_miss_and_repeat_nothing(steps)
         assert set(reader.told) | own.get(name, set()) == set(written), "nothing is missing"
 
 
+@pytest.mark.slow
 @given(appends)
 def test_what_a_writer_wrote_while_it_read_does_not_come_back(steps):
     groups = of_groups()

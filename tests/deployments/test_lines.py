@@ -193,6 +193,7 @@ def test_an_engine_that_ends_its_line_aborts_the_chunks_of_it():
     run(story, OneChunkEngine(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_idle_engine_leaves_a_silent_coordinator_soon_and_a_busy_one_waits(busy, monkeypatch):
     monkeypatch.setattr(engine_line, "IDLE_SILENT_S", SHORT_S / 2)

@@ -78,6 +78,7 @@ def agree(got, want, beyond):
     return np.all((np.abs(got - want) < 1e-5) | ((got >= beyond - 1e-5) & (want >= beyond - 1e-5)) | (got == want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}]
 )

@@ -106,6 +106,7 @@ class Weeks:
         self.core.observe(event)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policies",
     [

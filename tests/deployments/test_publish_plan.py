@@ -69,6 +69,7 @@ def test_pieces_that_do_not_make_a_whole_are_named(parts, reason):
     assert str(refused.value) == reason
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_pieces_written_by_any_ranks_are_the_whole_to_the_bit(tmp_path_factory, data):
     shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)

@@ -27,6 +27,7 @@ def test_each_file_has_one_shard_and_shards_have_about_as_many(shards):
     assert max(map(len, files)) - min(map(len, files)) <= 1
 
 
+@pytest.mark.slow
 @given(st.text(), st.integers(1, FILES))
 def test_a_prompts_shard_is_that_of_its_file(key, shards):
     assert file_of(key) in shards_files(shard_of(key, shards), shards)

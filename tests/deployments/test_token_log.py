@@ -241,6 +241,7 @@ def test_a_coordinator_that_has_heard_no_replica_yet_waits_for_its_weights(tmp_p
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_a_damaged_log_gives_a_part_of_the_tokens_and_never_others(tmp_path, prompts):
     """A flipped bit or a cut, anywhere: samples have all their logged tokens or none of them."""

@@ -92,6 +92,7 @@ def test_what_joining_takes_of_a_busy_replica_comes_out_as_it_was_put_in(join_s)
     assert joining(known, 2, chunked_s - whole_s).join_s == pytest.approx(join_s, rel=0.15, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_a_run_is_simulated_as_slow_as_the_machine_was_around_it():
     times = slowness({"steps": [step | {"step_ms": 1.5 * step["step_ms"]} for step in ladder(30)["steps"]]}, PROFILE)
     assert times == pytest.approx(1.5, rel=1e-3)

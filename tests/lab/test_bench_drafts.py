@@ -91,6 +91,7 @@ def tallies(rollouts):
     return {name: replay(rollouts, SETTINGS[name]) for name in ("mates_15", "history_16_mates_7", "mates_15_paths_4")}
 
 
+@pytest.mark.slow
 def test_real_rollouts_are_drafted_better_than_by_the_longest_match(rollouts, tallies):
     for name, ours in tallies.items():
         assert ours.tokens_per_step > 1.05 * replay_arctic(rollouts, SETTINGS[name]).tokens_per_step
@@ -103,6 +104,7 @@ def test_on_real_rollouts_probabilities_are_right(tallies):
     assert tally.index_bytes / tally.index_tokens <= 200
 
 
+@pytest.mark.slow
 def test_refusals_are_split_and_oracles_are_above_the_draft(rollouts, tallies):
     found = drafts_refused.measure(rollouts, SETTINGS["mates_15"])
     refused, oracle = found["refused"], found["oracle"]
@@ -111,6 +113,7 @@ def test_refusals_are_split_and_oracles_are_above_the_draft(rollouts, tallies):
     assert oracle["paths_2"] < oracle["paths_4"] < oracle["paths_8"]
 
 
+@pytest.mark.slow
 def test_a_draft_model_and_the_index_bring_more_in_one_tree_than_either_first(rollouts, tallies):
     found = drafts_joined.measure(rollouts, SETTINGS["mates_15"])
     index = tallies["mates_15"].tokens_per_step

@@ -56,6 +56,7 @@ def test_a_prompt_with_too_few_samples_is_named(epochs):
         read_batches([line("a", [1] * 16), line("b", *epochs)], words, samples=16, max_tokens=100)
 
 
+@pytest.mark.slow
 def test_every_policy_at_every_moment_and_the_oracle_is_right():
     result = measure(scattered(0, prompts=10), max_tokens=4096)
     for table in ("policies", "without_history"):
@@ -84,6 +85,7 @@ def measure_only(monkeypatch, *names: str) -> None:
     monkeypatch.setattr(lengths, "members", lambda family: {name: members(family)[name] for name in names})
 
 
+@pytest.mark.slow
 def test_where_prompts_differ_history_tells_and_mates_tell_more(monkeypatch):
     """Mean over four batches: our estimate is no worse than Seer's or a quantile, and grows with what is known."""
     measure_only(monkeypatch, "shrunk", *RIVALS)

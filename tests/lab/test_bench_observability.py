@@ -36,6 +36,7 @@ print(json.dumps([*found, cost.exported_s]))
 """
 
 
+@pytest.mark.slow
 def test_calls_without_a_span_cost_nothing_and_exports_are_counted():
     with collector():
         said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)

@@ -101,6 +101,7 @@ def test_the_paper_s_claims_stand_beside_what_was_found_and_not_beside_other_wor
     assert bench.measure(other, 1, 1)["claims"] == {}
 
 
+@pytest.mark.slow
 def test_the_same_seeds_give_the_same_bytes_and_a_picture(result, tmp_path):
     from tailrace.lab.research.histopipe.picture import pipelines
 

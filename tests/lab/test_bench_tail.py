@@ -154,6 +154,7 @@ def by_draw() -> dict[str, Callable[[int], Policies]]:
     return {name: partial(drawn, policies) for name, policies in named(load_config(ELASTIC_CONFIG), 64).items()}
 
 
+@pytest.mark.slow
 def test_runs_are_simulated_without_noise_and_with_the_earlier_answers(few_draws):
     """One sample is four times as long as the others, so one of two replicas has nothing to do in the end."""
     groups = prompt_groups(((40, 50), (45, 390), (60, 30)), 90)
@@ -172,6 +173,7 @@ def test_runs_are_simulated_without_noise_and_with_the_earlier_answers(few_draws
     assert first["hold"]["makespan_s"] < without["hold"]["makespan_s"], "who has been told the answers drafts better"
 
 
+@pytest.mark.slow
 def test_lanes_by_true_lengths_are_simulated(few_draws):
     """Three long samples and nine short ones: who knows them gives the long ones a replica."""
     groups = prompt_groups(((390, 380), (370, 30), (30, 25), (40, 35), (30, 25), (40, 35)), 90)

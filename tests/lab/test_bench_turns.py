@@ -7,6 +7,7 @@ import pytest
 from tailrace.app.cli import run
 
 
+@pytest.mark.slow
 def test_held_turns_compute_less_again_than_requests(capsys):
     assert run(["bench", "turns", "--scale", "0.02", "--seeds", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -19,6 +20,7 @@ def test_held_turns_compute_less_again_than_requests(capsys):
         assert held["turns"] > 4 * result["samples"] and held["acceptance_length"] > requests["acceptance_length"]
 
 
+@pytest.mark.slow
 def test_without_drafts_kv_and_lengths_alone_are_compared(capsys):
     assert run(["bench", "turns", "--scale", "0.02", "--seeds", "2", "--drafting", "off", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])

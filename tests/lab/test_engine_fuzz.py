@@ -201,6 +201,7 @@ def test_a_dead_engine_is_traced_to_its_request(hosted):
     assert small == [{"way": "session", "message": {"number": 7}}]
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_with_its_stack(hosted):
     engine = hosted(fuzzed_hosts.hangs, silent_s=1.0)
     ((kind, text, _),) = engine.run(numbered(1))["problems"]

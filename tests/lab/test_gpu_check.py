@@ -55,6 +55,7 @@ def test_a_step_that_fails_costs_itself_alone(run):
     assert [line["reason"] for line in run.results.since(0) if "end" in line] == ["exit code 3", ""]
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_killed_with_all_that_it_started(run, tmp_path):
     assert run(step("hangs", limit_s=2), step("good")) == {"hangs": KILLED, "good": DONE}
     child = int((tmp_path / "child").read_text())

@@ -50,6 +50,7 @@ def test_a_number_of_gpus_that_is_no_power_of_two_is_a_way_too():
     assert [one.replicas for one in parallelisms_of("Qwen3-14B", 6, 8)] == [6, 3, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_set_up_s_own_size_has_the_simulator_s_bounds():
     scenario = load_scenario("das-7b-16k").scaled(0.125)
     run = Setup.of(scenario, 0).run("routed_drafts", system("routed_drafts"), 0)
@@ -115,6 +116,7 @@ def test_the_best_has_the_least_work_and_longest():
     assert best([replace(one, costs=None) for one in ways]) is None
 
 
+@pytest.mark.slow
 def test_the_simulator_agrees_on_the_size_of_a_replica():
     """The plan has TP8 faster than TP4 on ppo-32b, 1.29 times on the whole cluster, and TP2 slower."""
     scenario = load_scenario("ppo-32b").scaled(1 / 8)
@@ -172,6 +174,7 @@ def test_the_command_s_answer_and_its_file(tmp_path):
     assert "the least sum: TP" in said and "work" in said
 
 
+@pytest.mark.slow
 def test_a_trace_is_a_workload_too(tmp_path):
     samples = [{"text": "one two three " * n} for n in (4, 40)]
     line = {

@@ -71,6 +71,7 @@ def acceptance_length(run: SimulatedRun) -> float:
     return sum(one.tokens for one in run.ended) / sum(one.verifications for one in run.ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafting", ["goodput", "fixed"])
 def test_one_replica_does_what_the_bench_of_budgets_measures(drafting):
     prompts = rollouts()
@@ -91,6 +92,7 @@ def test_a_replay_repeats_to_the_digit_and_makes_every_token_once():
     assert max(one.chunks for one in runs[0].ended) > 3
 
 
+@pytest.mark.slow
 def test_mates_on_other_replicas_are_drafted_from():
     """Two replicas that share each group: without mates' tokens there are fewer right drafts, without history too."""
     prompts = rollouts()

@@ -71,6 +71,7 @@ def conserved(work: Workload, got: SimulatedRun) -> bool:
     return len(got.ended) == len(truth) and ended == truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ordering", "placement"), [*product(ORDERINGS, ("least_kv", "cost_aware", "pinned"))])
 def test_every_sample_ends_once_with_its_own_length(ordering, placement):
     """With and without chunks, pool and drafts; the core takes every event, and KV is never over-reserved."""
@@ -112,6 +113,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_other_outcomes():
     assert first.ended != other.ended
 
 
+@pytest.mark.slow
 def test_so_it_is_in_another_process():
     code = "from test_sim_host import *\nprint(repr(run(workload(), cluster(), policies(drafting='aimd'), "
     code += "acceptance=Even(0.7), seed=1, spans=True)))"

@@ -46,6 +46,7 @@ STATIC = policies("group_static", "pinned", None)
 PIECES = policies("group_static", "pinned", 120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv_tokens", [900, 4_000])
 def test_races_change_times_and_nothing_else(seed, kv_tokens):

@@ -61,6 +61,7 @@ def test_every_figure_says_where_it_is_from(name):
     assert all(low <= high for low, high in (claim.value for claim in scenario.claims.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_workload_has_the_scenarios_shape_and_its_law(name):
     scenario = load_scenario(name).scaled(0.1)

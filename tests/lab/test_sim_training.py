@@ -43,6 +43,7 @@ def ran(name: str, kv: str = "fresh", staleness: int = 2, steps: int = STEPS) ->
     return host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_every_sample_of_every_step_ends_once_with_its_own_length_and_is_trained_on(name):
     host = ran(name)
@@ -72,6 +73,7 @@ def test_by_length_an_epoch_has_the_same_prompts_in_steps_of_like_length():
     assert longest[:4] != sorted(longest[:4])
 
 
+@pytest.mark.slow
 def test_rollouts_by_length_take_less_time_where_history_tells_lengths():
     """An epoch of four steps on a sixteenth of RhymeRL's cluster, samples whole, with our drafts."""
     scenario = load_scenario("rhyme-14b-16k").scaled(1 / 16)
@@ -102,6 +104,7 @@ def test_bounded_samples_continue_through_updates_and_keep_or_compute_their_kv(k
     assert {step - version for step, version in host.made} <= {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_in_bounded_groups_a_step_has_groups_of_several_and_samples_are_less_stale():
     batches, groups = ran("bounded", steps=5), ran("bounded_groups", steps=5)
     assert groups.other_step_share() > 0 == batches.other_step_share()

@@ -31,6 +31,7 @@ def alone(work: Workload, **given):
     return simulate(work, Cluster(MODEL, 2), POLICIES, check=True, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SYSTEMS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_every_system_plays_turns_by_the_laws(name):
     scenario = load_scenario("tools-8b").scaled(0.01)

@@ -28,6 +28,7 @@ def simulated(capsys, tmp_path):
     return simulate
 
 
+@pytest.mark.slow
 def test_every_system_keeps_the_laws_and_stays_above_its_bound(simulated):
     names = ",".join([*(name for name, chosen in SYSTEMS.items() if not chosen.races), "config"])
     result = simulated("--compare", names, "--check")
@@ -53,6 +54,7 @@ def small() -> Scenario:
     return scenario.model_copy(update={"prompts": scenario.prompts.scaled(scenario.replicas, 1.0)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RACING)
 def test_systems_that_race_keep_the_laws_and_their_bound(name):
     """What comes of an idle replica: a copy; or, as the group's drafts are better than these models', it goes."""

@@ -369,6 +369,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_driver_comes_back_with_its_batch_and_the_last_batch_ends(scripts, tmp_path, monkeypatch):
     heard = []
     monkeypatch.setattr("tailrace.lab.soak.driver_process.MODULE", ("-c", DRIVER))

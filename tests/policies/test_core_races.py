@@ -150,6 +150,7 @@ class Play:
             self.finish()
 
 
+@pytest.mark.slow
 @PROFILE
 @given(
     data=st.data(),

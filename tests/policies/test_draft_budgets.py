@@ -228,6 +228,7 @@ def test_goodput_corrects_chances_that_do_not_come_true():
     assert drafted[-1] >= drafted[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 4, 16])
 @pytest.mark.parametrize("truth", [0.0, 0.2, 0.5, 0.8])
 def test_goodput_loses_little_to_no_drafts_and_to_the_best_fixed_budget_however_wrong_the_claims(samples, truth):

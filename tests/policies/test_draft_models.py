@@ -65,6 +65,7 @@ PLAYS = given(data=st.binary(min_size=60, max_size=400), limits=st.sampled_from(
 TAILS = ["hold", "draft", "auto"]
 
 
+@pytest.mark.slow
 @settings(PROFILE, max_examples=12)
 @PLAYS
 @pytest.mark.parametrize("name", EVERY)

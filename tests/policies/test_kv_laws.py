@@ -33,6 +33,7 @@ def walk(played):
     assert not (ledger.due or ledger.held or ledger.groups or ledger.running), "everything has ended"
 
 
+@pytest.mark.slow
 @law
 def test_a_chunk_reads_and_writes_the_kv_that_the_policy_says(played):
     """Law 6, version: of the present weights, or, if samples keep theirs, of those that made the first token."""

@@ -303,6 +303,7 @@ def test_true_lengths_are_refused_by_lanes_that_believe_and_needed_by_those_that
 # ---- the laws ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @seed(0)
 @settings(max_examples=25, deadline=None, database=None, phases=[Phase.generate])
 @given(data=st.binary(min_size=260, max_size=260))

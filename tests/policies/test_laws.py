@@ -214,12 +214,14 @@ def test_lengths_are_for_the_oracle_alone_and_it_is_refused_without_them(orderin
     core.observe(submit)
 
 
+@pytest.mark.slow
 @law
 def test_the_same_events_give_the_same_actions(played):
     """Law 4, determinism: byte for byte."""
     assert repr(replay(played.core.policies, played.steps)) == repr([actions for _, actions in played.steps])
 
 
+@pytest.mark.slow
 def test_another_process_with_another_hash_seed_gives_the_same_actions():
     """Law 4, determinism: nothing follows the order of a set of strings."""
     here, code = Path(__file__).parents[1], "import rollout_machine; print(rollout_machine.digest())"

@@ -142,6 +142,7 @@ def test_rates_of_rounds_are_those_of_the_protocol_played_token_by_token(samples
         assert abs(published_tokens_s(p, DRAFTER, VERIFIER, samples, window) / played - 1) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter_s", [2e-4, 2e-3, 4e-3, 0.02, *(pytest.param(s, marks=pytest.mark.long) for s in (1e-3, 8e-3))]
 )

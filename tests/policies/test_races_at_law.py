@@ -76,6 +76,7 @@ def test_the_first_of_two_would_be_too_short():
     assert mean(counted) < 0.8 * mean(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", [0.0, 0.7])
 def test_every_sample_has_the_length_of_its_own_chunk_at_law(losses):
     counted, own = lengths_of("law", losses)

@@ -252,6 +252,7 @@ FAILS_AFTER_ITS_REPLICA_WAS_CLOSED = bytes.fromhex(
 """A replica of a bound group closes and is open again; a chunk of the group, which ran on, fails. With tail=hold."""
 
 
+@pytest.mark.slow
 @PROFILE
 @given(
     data=st.binary(min_size=60, max_size=400), chunk_tokens=st.sampled_from((13, None)),
