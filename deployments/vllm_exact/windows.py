@@ -21,6 +21,11 @@ SIZES = 2, 4, 8, 16, 32, 64, 128, 256
 PIECE = 8
 """Maximum number of heads' rows of one request in a call of vLLM's attention: its smallest tile (vLLM 0.32, CPU)."""
 
+COMPARED = 2**20
+"""Least number of results that a size is compared by. Sums in another order change few of them once they are rounded to
+bfloat16: one in 10,000 to 150,000 was seen with AMX, where a size has a kernel of its own.
+"""
+
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """vLLM's `cpu_linear` of a layer: takes rows [n, in], the weight and a bias; returns [n, out]."""
 
@@ -74,24 +79,35 @@ class Windows:
         inputs = module.weight.shape[1] if module.weight.numel() else module.input_size
         bias = getattr(module, "bias", None)
         product = partial(module.cpu_linear, weight=module.weight, bias=bias)
-        shape = inputs, product(torch.zeros(WINDOW, inputs, dtype=module.weight.dtype)).shape[1], bias is None
+        outputs = product(torch.zeros(WINDOW, inputs, dtype=module.weight.dtype)).shape[1]
+        shape = inputs, outputs, bias is None
         if shape not in self._sizes:
-            count, chance = max(*SIZES, 2 * WINDOW), torch.Generator().manual_seed(0)
-            rows = torch.randn(count, inputs, generator=chance).to(module.weight.dtype)
-            self._sizes[shape] = equal_sizes(product, rows)
+            count, chance = max(map(partial(rows_compared, outputs), SIZES)), torch.Generator().manual_seed(0)
+            rows = torch.randn(count + WINDOW, inputs, generator=chance).to(module.weight.dtype)
+            self._sizes[shape] = equal_sizes(product, rows, outputs)
         return self._sizes[shape]
 
 
-def equal_sizes(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
-    """Returns those of SIZES whose windows give each of the rows the bits that it has in a window of WINDOW rows.
+def rows_compared(outputs: int, size: int) -> int:
+    """Returns the rows of as many windows of a size as make COMPARED results of a product with some outputs."""
+    return size * -(-COMPARED // (size * outputs))
 
-    Raises ValueError, one line, if these depend on the row's place.
+
+def equal_sizes(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, outputs: int) -> tuple[int, ...]:
+    """Returns those of SIZES whose windows give rows the bits that they have in windows of WINDOW rows.
+
+    `rows`: WINDOW more than the most that `rows_compared` returns. Raises ValueError, one line, if bits depend on a
+    row's place.
     """
-    wanted = torch.cat([product(window) for window in rows.split(WINDOW)])
-    if not torch.equal(product(rows[1 : WINDOW + 1]), wanted[1 : WINDOW + 1]):
+
+    def products(size: int, first: int = 0) -> torch.Tensor:
+        return torch.cat([product(part) for part in rows[first : first + rows_compared(outputs, size)].split(size)])
+
+    wanted = torch.cat([product(window) for window in rows[: len(rows) // WINDOW * WINDOW].split(WINDOW)])
+    if not torch.equal(moved := products(WINDOW, first=1), wanted[1 : len(moved) + 1]):
         mend = "write exactness: law, or dtype: float32"
         raise ValueError(f"exactness bits: on this processor a product of bfloat16 depends on a row's place; {mend}")
-    return tuple(size for size in SIZES if size == WINDOW or torch.equal(product(rows[:size]), wanted[:size]))
+    return tuple(size for size in SIZES if size == WINDOW or torch.equal(found := products(size), wanted[: len(found)]))
 
 
 def attend_in_pieces(builder) -> None:

@@ -16,6 +16,7 @@ from tailrace.deployments.vllm_exact.windows import (
     divided,
     equal_sizes,
     pieces,
+    rows_compared,
 )
 
 
@@ -63,15 +64,28 @@ def test_windows_are_few_and_nearly_full(rows, windows):
 
 
 def test_sizes_with_other_bits_are_left_out_and_a_place_that_counts_is_refused():
-    rows, weight = torch.randn(256, 32), torch.randn(32, 8)
-    assert equal_sizes(lambda x: x.double() @ weight.double() > 0, rows) == SIZES
-    assert equal_sizes(lambda x: x + (len(x) in (4, 64)), rows) == (2, 8, 16, 32, 128, 256)
+    weight = torch.randn(32, 1_024)
+    rows = torch.randn(max(rows_compared(1_024, size) for size in SIZES) + WINDOW, 32)
+    assert equal_sizes(lambda x: x.double() @ weight.double() > 0, rows, 1_024) == SIZES
+    assert equal_sizes(lambda x: x @ weight > 9 * (len(x) in (4, 64)), rows, 1_024) == (2, 8, 16, 32, 128, 256)
     with pytest.raises(ValueError, match="depends on a row's place; write exactness: law"):
-        equal_sizes(lambda x: x + torch.arange(len(x))[:, None], rows)
+        equal_sizes(lambda x: x[:, :1] + torch.arange(len(x))[:, None] + weight[:1], rows, 1_024)
+
+
+def test_a_size_is_left_out_that_has_one_other_result_in_50_000():
+    weight, rows = torch.randn(32, 128, dtype=torch.double), torch.randn(rows_compared(128, 2) + WINDOW, 32)
+    assert len(rows) == 8_192 + WINDOW
+
+    def product(x):
+        exact = x.double() @ weight
+        return (exact + 1e-4 * (len(x) <= 4)).bfloat16()  # rounds to another one where it is next to a border
+
+    assert equal_sizes(lambda x: (x.double() @ weight).bfloat16(), rows, 128) == SIZES
+    assert equal_sizes(product, rows, 128) == SIZES[2:]
 
 
 def test_layers_are_wrapped_once_and_again_after_a_load():
-    packed, plain = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    packed, plain = torch.nn.Linear(2, 1_024), torch.nn.Linear(2, 2)
     packed.cpu_linear = counted = Counted()
     model, windows = torch.nn.Sequential(packed, plain), Windows()
     windows.wrap(model)
