@@ -1,0 +1,116 @@
+"""vLLM's processor of a tiny model in the process of `ImageProcessor`: features of files, and what it refuses."""
+
+from base64 import b64decode, b64encode
+from io import BytesIO
+
+import pytest
+from image_model import IMAGE_ID, IMAGE_TOKENS, make_image_model, picture
+from PIL import Image
+
+from tailrace.app.gateway.chat.chat import Chat
+from tailrace.app.gateway.chat.conversations import Conversations
+from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.images.image_processor import ImageProcessor
+from tailrace.app.gateway.images.sent_image import SentImage
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.features.item_check import item_refusal
+from tailrace.deployments.features.prompt_features import PromptFeatures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "model"
+    make_image_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(folder):
+    found = ImageProcessor(str(folder))
+    yield found
+    found.close()
+
+
+def sent(*seeds: int, **of) -> list[SentImage]:
+    return [SentImage.of(picture(seed, **of)) for seed in seeds]
+
+
+MARKED = [65, IMAGE_ID, 66]
+
+
+def test_the_form_is_the_template_s(images):
+    form = images.form()
+    assert form.in_parts and form.chat_template is None and form.marks[0] == form.marks[255] == "<image>"
+
+
+def test_an_item_is_one_that_engines_take_in_its_own_placeholder(images):
+    found = images.process(sent(1), MARKED)
+    (span,) = found.spans
+    own = found.token_ids[span.offset : span.offset + span.length]
+    assert own == [IMAGE_ID] * IMAGE_TOKENS == [token for token in found.token_ids if token == IMAGE_ID]
+    assert found.token_ids[0] == 65 and found.token_ids[-1] == 66 and len(found.token_ids) > 2 + IMAGE_TOKENS
+    assert item_refusal(b64decode(found.items[0])) is None
+
+
+def test_an_image_is_the_same_whatever_is_beside_it_and_however_often_it_is_sent(images, folder):
+    alone = [images.process(sent(seed), MARKED) for seed in (1, 2)]
+    both = images.process(sent(2, 1, 2), [IMAGE_ID, 65, IMAGE_ID, IMAGE_ID])
+    assert both.names == (alone[1].names[0], alone[0].names[0], alone[1].names[0])
+    assert both.items[1] == alone[0].items[0] and len(both.spans) == 3
+    last = images.process(sent(2, 1), [65, IMAGE_ID], placed=1)
+    assert last.names == both.names[:2] and len(last.spans) == 1
+    assert images.process(sent(1)).token_ids == [] and images.process(sent(1)).spans == ()
+    another = ImageProcessor(str(folder))  # another gateway's
+    assert another.process(sent(2, 1), [IMAGE_ID, IMAGE_ID]).names == both.names[:2]
+    another.close()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_every_kind_of_file_is_taken(images, kind):
+    assert len(images.process(sent(5, kind=kind), MARKED).spans) == 1
+
+
+def test_what_is_no_image_is_refused_by_its_number_and_the_next_one_is_taken(images):
+    cut = SentImage.of_file(sent(7)[0].content[:60])
+    wide = BytesIO()
+    Image.new("1", (30_000, 3_000)).save(wide, "PNG")
+    for wrong, reason in (
+        (cut, "image 2: "), (SentImage.of_file(b"GIF"), "image 2: its file is none of JPEG, PNG, WEBP, GIF"),
+        (SentImage.of_file(wide.getvalue()), "image 2: it has 30000 x 3000 pixels; send at most 89478485"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"messages: {reason}") as caught:
+            images.process([*sent(1), wrong], [IMAGE_ID, IMAGE_ID])
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="the chat template has no place for each of the images"):
+        images.process(sent(1, 2), MARKED)
+    assert len(images.process(sent(1), MARKED).spans) == 1
+
+
+def test_a_model_of_text_alone_has_no_processor(model_dir):
+    processor = ImageProcessor(str(model_dir))
+    assert not processor.form().in_parts
+    with pytest.raises(ValueError, match=r"messages: 1 images: .*the model takes text alone; remove them"):
+        processor.check(1)
+    processor.close()
+
+
+def test_a_chat_has_the_prompt_of_the_template_with_its_images(images, folder):
+    prompts, turns = Prompts(str(folder), 512), Conversations(10_000)
+
+    def chat(*messages) -> Chat:
+        return Chat(ChatRequest(messages=messages), prompts, turns, None, images)
+
+    def user(*seeds: int) -> dict:
+        parts = [{"type": "image_url", "image_url": {"url": picture(seed)}} for seed in seeds]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}
+
+    found = chat(user(1, 2))
+    text = prompts.decode(list(found.token_ids), special=True)
+    own = "<fake_token_around_image><global-img>" + "<image>" * IMAGE_TOKENS + "<fake_token_around_image>"
+    assert text == f"<user>{own}{own}What?<eos><assistant>"
+    features = PromptFeatures.of(found.features)
+    for item in features.items:
+        assert set(found.token_ids[item.offset : item.offset + item.length]) == {IMAGE_ID}
+    other = chat(user(1, 3))
+    assert other.token_ids == found.token_ids and other.images != found.images
+    assert b64encode(b64decode(found.features.kwargs_data["image"][0])).decode() == found.features.kwargs_data["image"][0]
