@@ -56,6 +56,6 @@ class FakeImages(ImageProcessor):
             if token == MARK:
                 spans.append(PlaceholderSpan(offset=len(found), length=IMAGE_TOKENS))
             found += [token] * (IMAGE_TOKENS if token == MARK else 1)
-        if len(spans) != (len(sent) - placed if token_ids else 0):
+        if len(spans) != len(sent) - placed:
             raise ValueError(f"messages: {len(spans)} marks for {len(sent) - placed} images")
         return ProcessedImages(names, items, found, tuple(spans))

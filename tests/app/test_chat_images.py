@@ -271,12 +271,11 @@ def test_chats_of_a_model_without_a_processor_are_text(child):
     assert processor.form() == ImageForm()
     processor.check(0)
     with pytest.raises(ValueError, match="messages: 2 images: vLLM has no processor of the model for them; remove them"):
-        processor.check(2)
+        processor.process([SENT, SENT], [5])
 
 
 def test_items_beyond_a_prompt_s_bytes_are_refused(child, monkeypatch):
     processor = child({"form": {}})
-    processor.form()
     monkeypatch.setattr(image_processor, "MAX_BYTES", 1)
     with pytest.raises(ValueError, match="2 bytes once they are processed; a prompt has at most 1, so send fewer"):
         processor.process([SENT, SENT], [5])

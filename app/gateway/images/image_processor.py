@@ -62,6 +62,7 @@ class ImageProcessor:
         """Processes images, of which all but the first `placed` have their marks in `token_ids`. Raises ValueError, one
         line, for an image that the model does not take, and RuntimeError if the process has ended.
         """
+        self.check(len(sent))
         images = [[one.digest, b64encode(one.content).decode()] for one in sent]
         found = self._ask({"images": images, "token_ids": list(token_ids), "placed": placed})
         if "refused" in found:

@@ -85,7 +85,7 @@ class ModelImages:
                     self._apply(self._dummy(), [opened(b64decode(text))], [digest])
                 except Exception as error:  # noqa: BLE001 - of Pillow and of the model's processor: the file's fault
                     raise ValueError(f"image {number}: {said(error)}") from error
-        items = [encode_mm_kwargs_item(self._cache.get_and_update_item(None, digest)[0]) for digest in digests]
+        items = [encode_mm_kwargs_item(self._item(digest)) for digest in digests]
         found = {"items": items, "names": [item_name("image", b64decode(item), b"") for item in items]}
         new = digests[placed:]
         if not new:
@@ -96,6 +96,11 @@ class ModelImages:
             raise ValueError(f"the chat template has no place for each of the images: {said(error)}") from error
         spans = [span_of(one) for one in prompt["mm_placeholders"]["image"]]
         return found | {"token_ids": prompt["prompt_token_ids"], "spans": spans}
+
+    def _item(self, digest: str) -> Any:
+        """Returns a processed image. Its fields are sorted: vLLM's order is that of a set, so another in each process."""
+        item, _ = self._cache.get_and_update_item(None, digest)
+        return type(item)(sorted(item.items()))
 
     def _apply(self, token_ids: list[int], images: list, digests: list[str]) -> Any:
         from vllm.multimodal.processing.context import TimingContext

@@ -15,7 +15,7 @@ async def row_images(service: GatewayService, tree: TrajectoryTree, known: dict[
     while missing := {one.name: one.sent for turn in tree.turns for one in turn.images if one.name not in found}:
         images, loop = (await service.model()).images, asyncio.get_running_loop()
         for name, content in missing.items():
-            made = await loop.run_in_executor(images.thread, images.process, [SentImage.of_file(content)])
+            made = await loop.run_in_executor(images.thread, images.process, [SentImage.of_file(content)], (), 1)
             if made.names != (name,):
                 raise RuntimeError(
                     f"image {name[:16]}: its processor has changed since its turn, so the row's features are lost; "
