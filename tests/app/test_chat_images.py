@@ -190,7 +190,9 @@ def png_of_size(width: int, height: int) -> bytes:
     """The file of an image whose head alone is there."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = head, b"IDAT"
-    return b"\x89PNG\r\n\x1a\n" + b"".join(struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in chunks
+    )
 
 
 @pytest.mark.parametrize("side", [10_000, 60_000])
@@ -270,7 +272,9 @@ def test_chats_of_a_model_without_a_processor_are_text(child):
     processor = child({"refused": "vLLM has no processor of the model for them"})
     assert processor.form() == ImageForm()
     processor.check(0)
-    with pytest.raises(ValueError, match="messages: 2 images: vLLM has no processor of the model for them; remove them"):
+    with pytest.raises(
+        ValueError, match="messages: 2 images: vLLM has no processor of the model for them; remove them"
+    ):
         processor.process([SENT, SENT], [5])
 
 

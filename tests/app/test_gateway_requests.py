@@ -126,7 +126,9 @@ def test_messages_are_text():
     (message,) = ChatRequest(messages=[{"role": "user", "content": parts}]).messages
     assert message.for_template() == {"role": "user", "content": "a\nb"}
     (message,) = ChatRequest(messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]).messages
-    with pytest.raises(ValueError, match="messages: content of type 'video_url': a chat is text and images here; remove"):
+    with pytest.raises(
+        ValueError, match="messages: content of type 'video_url': a chat is text and images here; remove"
+    ):
         message.for_template()
 
 

@@ -237,7 +237,9 @@ def test_a_row_s_turns_are_sampled_again_by_generate_with_its_features(seeing, r
 def test_a_whole_row_is_scored_with_the_logprobs_that_it_has(seeing, row):
     asked = {"token_ids": row.token_ids, "features": row.features.model_dump(mode="json", exclude_none=True)}
     with caller(seeing[0], "evaluator") as http:
-        scored = http.post("/inference/v1/generate", json=asked | {"sampling_params": {"prompt_logprobs": 0, "max_tokens": 1}})
+        scored = http.post(
+            "/inference/v1/generate", json=asked | {"sampling_params": {"prompt_logprobs": 0, "max_tokens": 1}}
+        )
     found = [next(iter(one.values()))["logprob"] for one in scored.json()["prompt_logprobs"][1:]]
     pairs = [(a, b) for a, b, is_sampled in zip(found, row.logprobs[1:], row.mask[1:], strict=True) if is_sampled]
     assert len(pairs) == sum(row.mask)

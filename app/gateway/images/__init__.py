@@ -1,1 +1,1 @@
-"""Images of chats: their files as requests send them, and the features that vLLM's processor of the model makes of them."""
+"""Images of chats: their files as requests send them, and the features that vLLM's processor makes of them."""

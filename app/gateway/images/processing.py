@@ -1,4 +1,4 @@
-"""The process of `ImageProcessor`: opens images' files, and has vLLM 0.32's processor of the model make features of them.
+"""The process of `ImageProcessor`: opens images' files, and has vLLM 0.32's processor of the model make their features.
 
 Invariant: each image is processed by itself, whatever else its prompt has, and only once while it is remembered. A file
 is decoded after its size in pixels is known. Source: `renderers/base.py`, `entrypoints/scale_out/token_in_token_out`.
@@ -83,7 +83,7 @@ class ModelImages:
             if not self._cache.is_cached_item(digest):
                 try:
                     self._apply(self._dummy(), [opened(b64decode(text))], [digest])
-                except Exception as error:  # noqa: BLE001 - of Pillow and of the model's processor: the file's fault
+                except Exception as error:
                     raise ValueError(f"image {number}: {said(error)}") from error
         items = [encode_mm_kwargs_item(self._item(digest)) for digest in digests]
         found = {"items": items, "names": [item_name("image", b64decode(item), b"") for item in items]}
@@ -92,13 +92,13 @@ class ModelImages:
             return found | {"token_ids": token_ids, "spans": []}
         try:
             prompt = self._apply(token_ids, [None] * len(new), new)
-        except Exception as error:  # noqa: BLE001 - the text does not have a mark for each image
+        except Exception as error:
             raise ValueError(f"the chat template has no place for each of the images: {said(error)}") from error
         spans = [span_of(one) for one in prompt["mm_placeholders"]["image"]]
         return found | {"token_ids": prompt["prompt_token_ids"], "spans": spans}
 
     def _item(self, digest: str) -> Any:
-        """Returns a processed image. Its fields are sorted: vLLM's order is that of a set, so another in each process."""
+        """Returns a processed image with its fields sorted: vLLM's order is a set's, another one in each process."""
         item, _ = self._cache.get_and_update_item(None, digest)
         return type(item)(sorted(item.items()))
 

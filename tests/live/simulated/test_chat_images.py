@@ -38,7 +38,9 @@ class Gateway:
         self.images = FakeImages()
         service._model = ServedModel("simulated", "simulated", 512, SeeingPrompts(), images=self.images)
         app = make_app(service, GatewayConfig())
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://gateway")
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://gateway"
+        )
         self.second = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
 
     async def close(self) -> None:
