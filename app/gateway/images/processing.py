@@ -83,7 +83,7 @@ class ModelImages:
             if not self._cache.is_cached_item(digest):
                 try:
                     self._apply(self._dummy(), [opened(b64decode(text))], [digest])
-                except Exception as error:
+                except Exception as error:  # of Pillow and of the model's processor: the file's fault
                     raise ValueError(f"image {number}: {said(error)}") from error
         items = [encode_mm_kwargs_item(self._item(digest)) for digest in digests]
         found = {"items": items, "names": [item_name("image", b64decode(item), b"") for item in items]}
@@ -92,7 +92,7 @@ class ModelImages:
             return found | {"token_ids": token_ids, "spans": []}
         try:
             prompt = self._apply(token_ids, [None] * len(new), new)
-        except Exception as error:
+        except Exception as error:  # the text has not a mark for each image
             raise ValueError(f"the chat template has no place for each of the images: {said(error)}") from error
         spans = [span_of(one) for one in prompt["mm_placeholders"]["image"]]
         return found | {"token_ids": prompt["prompt_token_ids"], "spans": spans}
