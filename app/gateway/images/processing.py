@@ -144,7 +144,7 @@ def span_of(found: Any) -> tuple[int, int]:
 
 def said(error: Exception) -> str:
     """Returns an error in one line."""
-    return next(iter(str(error).strip().splitlines()), "")[:MAX_CHARACTERS] or type(error).__name__
+    return " ".join(str(error).split())[:MAX_CHARACTERS] or type(error).__name__
 
 
 def main(folder: str) -> None:

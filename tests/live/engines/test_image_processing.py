@@ -1,5 +1,7 @@
 """vLLM's processor of a tiny model in the process of `ImageProcessor`: features of files, and what it refuses."""
 
+import json
+import shutil
 from base64 import b64decode
 from io import BytesIO
 
@@ -34,6 +36,9 @@ def images(folder):
 def sent(*seeds: int, **of) -> list[SentImage]:
     return [SentImage.of(picture(seed, **of)) for seed in seeds]
 
+
+OWN = "<fake_token_around_image><global-img>" + "<image>" * IMAGE_TOKENS + "<fake_token_around_image>"
+"""An image's part of a prompt's text."""
 
 MARKED = [65, IMAGE_ID, 66]
 
@@ -107,10 +112,27 @@ def test_a_chat_has_the_prompt_of_the_template_with_its_images(images, folder):
 
     found = chat(user(1, 2))
     text = prompts.decode(list(found.token_ids), special=True)
-    own = "<fake_token_around_image><global-img>" + "<image>" * IMAGE_TOKENS + "<fake_token_around_image>"
-    assert text == f"<user>{own}{own}What?<eos><assistant>"
+    assert text == f"<user>{OWN}{OWN}What?<eos><assistant>"
     features = PromptFeatures.of(found.features)
     for item in features.items:
         assert set(found.token_ids[item.offset : item.offset + item.length]) == {IMAGE_ID}
     other = chat(user(1, 3))
     assert other.token_ids == found.token_ids and other.images != found.images
+
+
+def test_a_template_of_texts_gets_the_model_s_marks(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.json"):
+        found = json.loads(file.read_text())
+        if isinstance(found, dict) and found.pop("chat_template", None):
+            file.write_text(json.dumps(found))
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    images = ImageProcessor(str(tmp_path / "model"))
+    prompts = Prompts(str(tmp_path / "model"), 512)
+    parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": picture(1)}}]
+    asked = ChatRequest(messages=[{"role": "user", "content": parts}])
+    found = Chat(asked, prompts, Conversations(1_000), None, images)
+    text = prompts.decode(list(found.token_ids), special=True)
+    assert not images.form().in_parts and text == f"<user>{OWN}\nWhat?<eos>"
+    images.close()
