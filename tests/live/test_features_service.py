@@ -115,7 +115,7 @@ def test_features_that_the_model_fails_at_end_their_own_samples_alone(seeing):
     with caller(url, "evaluator") as http:
         for number in range(2 * SAMPLES):
             answer = http.post("/inference/v1/generate", json=body(short), headers={"X-Tailrace-Index": str(number)})
-            assert answer.status_code == 500 and "its placeholder 3 tokens" in answer.json()["error"]["message"]
+            assert answer.status_code == 400 and "its placeholder 3 tokens" in answer.json()["error"]["message"]
     assert not any(replica.aside for replica in client.status_blocking().replicas), "no replica is to blame"
 
 
