@@ -136,3 +136,35 @@ def test_a_template_of_texts_gets_the_model_s_marks(folder, tmp_path):
     text = prompts.decode(list(found.token_ids), special=True)
     assert not images.form().in_parts and text == f"<user>{OWN}\nWhat?<eos>"
     images.close()
+
+
+def test_a_prompt_is_the_one_that_vllm_s_own_renderer_makes(images, folder):
+    """As its `/render` does: token ids, placeholders and items, in a conversation with a tool's result."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
+    from vllm.renderers.params import ChatParams
+    from vllm.renderers.registry import renderer_from_config
+
+    def image(seed: int, **of) -> dict:
+        return {"type": "image_url", "image_url": {"url": picture(seed, **of)}}
+
+    messages = [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": [image(1), {"type": "text", "text": "a"}, image(2, kind="JPEG", side=64)]},
+        {"role": "assistant", "content": "I do."},
+        {"role": "tool", "content": [{"type": "text", "text": "b"}, image(3, kind="GIF")], "tool_call_id": "t"},
+        {"role": "user", "content": "c"},
+    ]
+    config = EngineArgs(model=str(folder), dtype="float32", max_model_len=512).create_engine_config()
+    asked = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+    renderer = renderer_from_config(config)
+    _, (theirs,) = renderer.render_chat([messages], asked)
+    renderer.shutdown()
+    ours = Chat(ChatRequest(messages=messages), Prompts(str(folder), 512), Conversations(9), None, images)
+    assert list(ours.token_ids) == theirs["prompt_token_ids"]
+    spans, items = theirs["mm_placeholders"]["image"], theirs["mm_kwargs"]["image"]
+    for one, span, item, own in zip(ours.images, spans, items, ours.features.kwargs_data["image"], strict=True):
+        embedded = [span.offset + place for place, is_own in enumerate(span.is_embed.tolist()) if is_own]
+        assert embedded == list(range(one.offset, one.offset + one.length))
+        decoded = decode_mm_kwargs_item(own)  # beside its data, theirs has the places of its mates in a batch
+        assert decoded.keys() == item.keys() and all(decoded[name].data.equal(item[name].data) for name in item)
