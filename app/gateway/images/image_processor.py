@@ -1,6 +1,6 @@
 """vLLM's processor of the model's images, in a process of its own: a gateway loads neither vLLM nor Pillow for them.
 
-Owns that process, which starts with the first chat of a model that takes images (seconds, 1 GB), and the thread that
+Owns that process, which starts with the first chat of a model that takes images (10 s, 760 MB), and the thread that
 waits for it. Invariant: an image's features are a function of its file and of the model's folder alone.
 """
 
