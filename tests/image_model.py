@@ -1,6 +1,7 @@
 """A tiny model that sees (Idefics3, random weights), and features of its images, made without vLLM."""
 
 from base64 import b64encode
+from io import BytesIO
 from pathlib import Path
 
 import msgspec
@@ -8,6 +9,14 @@ import numpy as np
 
 IMAGE_TOKENS, IMAGE_ID, SIDE = 4, 258, 32
 """Of one image: its placeholder's tokens, their id, and the pixels of a side."""
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endif %}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template that takes contents in parts."""
 
 
 def raw(array: np.ndarray) -> list:
@@ -31,6 +40,16 @@ def pixels(seed: int) -> np.ndarray:
 
 def encoded(fields: dict) -> str:
     return b64encode(msgspec.msgpack.encode(fields)).decode()
+
+
+def picture(seed: int, kind: str = "PNG", side: int = 40) -> str:
+    """An image's file as a `data:` URL; all of one side have equal placeholders."""
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(0, 256, (side // 4, side // 4, 3), np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).resize((side, side)).save(file, kind)
+    return f"data:image/{kind.lower()};base64,{b64encode(file.getvalue()).decode()}"
 
 
 def features(*images: tuple[int, int], length: int = IMAGE_TOKENS, **changes) -> dict:
@@ -77,6 +96,7 @@ def make_image_model(folder: Path) -> None:
     model.save_pretrained(folder)
     size = {"longest_edge": SIDE}
     images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template="{{ messages }}")
+    tokenizer.chat_template = TEMPLATE
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE)
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

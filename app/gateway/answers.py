@@ -49,7 +49,7 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
         if chat.parser is None:
             message = {"role": "assistant", "content": text_for(request, sample, model.prompts)}
         else:
-            name = naming.sample({"token_ids": chat.token_ids}, len(choices))
+            name = naming.sample(chat.prompt, len(choices))
             text = text_of(sample, model.prompts, chat.parser.special, request.include_stop_str_in_output)
             message, count = chat.parser.message(text, sample.token_ids, name)
             thoughts += count

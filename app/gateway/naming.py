@@ -50,6 +50,10 @@ class Naming(NamedTuple):
     def group_of(self, prompt: Mapping) -> str:
         return prompt_name(prompt) if self.group is None else self.group
 
+    def named(self, prompt: Mapping) -> "Naming":
+        """Returns the names with the group of a prompt. Takes long for features, so call it on a thread."""
+        return self._replace(group=self.group_of(prompt))
+
     def sample(self, prompt: Mapping, number: int) -> str:
         """Returns the name of the turn of one of the samples of a prompt."""
         return f"{self.seed}/{self.step}/{self.group_of(prompt)}/{self.index + number}/{self.turn}"

@@ -85,9 +85,9 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         check_bound(name, bound, model.max_model_len)
         chat = await service.chat(request)
         check_length(len(chat.token_ids), model.max_model_len)
-        prompts = [{"token_ids": chat.token_ids}]
-        wanted = Wanted(prompts, request.n, bound, chat.sampling(), request.chunk_tokens(), adapter=model.adapter)
-        naming = Naming.of(http.headers, request.seed)
+        sampling, chunk_tokens = chat.sampling(), request.chunk_tokens()
+        wanted = Wanted([chat.prompt], request.n, bound, sampling, chunk_tokens, adapter=model.adapter)
+        naming = await asyncio.to_thread(Naming.of(http.headers, request.seed).named, chat.prompt)
         if request.stream:
             return await streamed(service, http, ChatStream(chat, request, model, naming, wanted))
         return await made(service, http, wanted, naming, partial(answers.chat_completion, chat, model, naming))
@@ -100,8 +100,7 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         check_length(len(request.token_ids), model.max_model_len)
         check_known("token_ids", request.token_ids, model.prompts)
         wanted = Wanted([prompt], sampled.n, bound, sampled.sampling(), request.chunk_tokens(), adapter=model.adapter)
-        naming = Naming.of(http.headers, sampled.seed)
-        naming = naming._replace(group=await asyncio.to_thread(naming.group_of, prompt))  # once: features are large
+        naming = await asyncio.to_thread(Naming.of(http.headers, sampled.seed).named, prompt)
         if request.stream:
             return await streamed(service, http, TokensStream(request, model, naming, wanted))
         return await made(service, http, wanted, naming, partial(answers.tokens, request, model, naming))

@@ -18,6 +18,7 @@ from tailrace.app.gateway.chat.conversations import AnsweredTurns, Conversations
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.edge.errors import UnknownModel
 from tailrace.app.gateway.gateway_config import CONVERSATION_TOKENS, GatewayConfig
+from tailrace.app.gateway.images.image_processor import ImageProcessor
 from tailrace.app.gateway.naming import Naming
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.liveness import RENEW_S
@@ -34,7 +35,7 @@ turn.
 
 class ServedModel(NamedTuple):
     """`name`: the model's name in requests, the folder's last part. `adapter`: the adapter of a request which names one
-    instead.
+    instead. `images`: processes those of chats; None for a model of text alone.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ServedModel(NamedTuple):
     prompts: Prompts
     parser: AnswerParser | None = None
     adapter: str | None = None
+    images: ImageProcessor | None = None
 
 
 class Wanted(NamedTuple):
@@ -104,14 +106,17 @@ class GatewayService:
     def _read(self, folder: str, max_model_len: int) -> ServedModel:
         prompts, names = Prompts(folder, max_model_len), (self._config.tool_parser, self._config.reasoning_parser)
         parser = AnswerParser(*names, prompts.tokenizer) if any(names) else None
-        return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser)
+        images = ImageProcessor(folder) if prompts.is_multimodal else None
+        return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser, images=images)
 
     async def chat(self, request: ChatRequest, turns: AnsweredTurns | None = None) -> Chat:
         """Returns the chat of a request. `turns`: those that it may continue, by default all that were answered here.
         Raises ValueError, one line, if the request cannot be met.
         """
         model, known = await self.model(request.model), self._conversations if turns is None else turns
-        return await asyncio.to_thread(Chat, request, model.prompts, known, model.parser)
+        thread = None if model.images is None else model.images.thread_for(request.has_images)
+        arguments = request, model.prompts, known, model.parser, model.images
+        return await asyncio.get_running_loop().run_in_executor(thread, Chat, *arguments)
 
     async def generate(self, role: Role, wanted: Wanted, naming: Naming) -> list[list[SampleAnswer]]:
         """Returns the samples of each prompt. Cancelling the call ends them."""

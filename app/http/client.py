@@ -116,7 +116,8 @@ class Client:
         """Opens a trajectory: a base URL and a key for a harness, whose turns become training rows.
 
         `request`: `group`, `index`, `seed`, `step`, `weights_version`, `model`, `limits` (`turns`, `tokens`,
-        `seconds`, `branches`) and `sampling`, as in `POST /v1/trajectories`. Raises RolloutRejected for others.
+        `seconds`, `branches`, `image_bytes`) and `sampling`, as in `POST /v1/trajectories`. Raises RolloutRejected for
+        others.
         """
         return CapturedTrajectory(self._connection, await self._connection.ask("POST", "/v1/trajectories", request))
 

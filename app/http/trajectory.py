@@ -4,6 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tailrace.app.calls.blocking import blocking
 from tailrace.app.http.gateway_connection import GatewayConnection
+from tailrace.deployments.features.wire import Features
 from tailrace.deployments.results.routed_experts import RoutedExperts
 
 
@@ -31,7 +32,8 @@ class RowTurn(BaseModel):
 
 class TrajectoryRow(BaseModel):
     """One value a token. `mask`: 1 for a sampled token, in one row alone. `logprobs`: 0 for tokens of prompts.
-    `routed_experts`: of all tokens but the last, if the engine keeps them.
+    `routed_experts`: of all tokens but the last, if the engine keeps them. `features`: of its images, as
+    `/inference/v1/generate` takes them with the `token_ids`; None without images.
     """
 
     token_ids: tuple[int, ...]
@@ -39,6 +41,7 @@ class TrajectoryRow(BaseModel):
     logprobs: tuple[float, ...]
     turns: tuple[RowTurn, ...]
     routed_experts: RoutedExperts | None = None
+    features: Features | None = None
 
 
 class TrajectoryRows(BaseModel):

@@ -28,7 +28,8 @@ class OpenTrajectory:
 
     def add(self, turn: TrajectoryTurn) -> int:
         prompt = blake2b(turn.prompt_token_ids.array.tobytes(), digest_size=16).digest()
-        place = self.places.setdefault((turn.parent, turn.turn, prompt), len(self.turns))
+        images = tuple(image.place for image in turn.images)
+        place = self.places.setdefault((turn.parent, turn.turn, prompt, images), len(self.turns))
         if place == len(self.turns):
             self.turns.append(turn)
         return place

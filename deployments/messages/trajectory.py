@@ -25,6 +25,7 @@ class TrajectoryLimits(RequestMessage):
     tokens: int = Field(1_000_000, ge=1, description="sampled tokens, over all branches; the last answer is cut to it")
     seconds: float = Field(3600.0, gt=0.0, le=MAX_SECONDS, description="until it ends by itself, and is dropped")
     branches: int = Field(64, ge=0, le=MAX_TURNS, description="prompts that do not continue the latest one's line")
+    image_bytes: int = Field(128 << 20, ge=0, description="of images' files, over all branches")
 
 
 class TrajectorySampling(RequestMessage):
@@ -77,6 +78,22 @@ class StoredResponse(Message):
     messages: str
 
 
+class PromptImage(Message):
+    """An image of a prompt. `name`: of its processed content, as PromptFeatures names items. `offset`, `length`: its
+    placeholder in the prompt, in tokens. `sent`: its file.
+    """
+
+    name: str
+    offset: int
+    length: int
+    sent: bytes
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Returns what a prompt depends on."""
+        return self.name, self.offset, self.length
+
+
 class TrajectoryTurn(Message):
     """One answer of a trajectory, and the tokens of its prompt beyond its parent's context.
 
@@ -85,7 +102,8 @@ class TrajectoryTurn(Message):
     sampled tokens. `message`: digest of the answer's message alone; both are empty without messages. `closing`: the
     token that ends the answer, or None. `versions`: (weights version, first token, end) by spans of the answer.
     `reencoded_tokens`: sampled tokens of earlier answers that this prompt has as text encoded again. `response`: of the
-    Responses API, if it is stored. `tool`: the first one that the answer calls, or empty.
+    Responses API, if it is stored. `tool`: the first one that the answer calls, or empty. `images`: those
+    of its part of the prompt; their offsets count from the root's begin on.
     """
 
     parent: int | None
@@ -103,6 +121,7 @@ class TrajectoryTurn(Message):
     response: StoredResponse | None = None
     tool: str = ""
     routed_experts: RoutedExperts | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class TrajectoryState(Message):

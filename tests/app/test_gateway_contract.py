@@ -156,7 +156,7 @@ def answered() -> list[dict]:
         message=lambda *_: ({"role": "assistant", "content": "", "reasoning": "", "tool_calls": [{}]}, 1),
     )
     chat = SimpleNamespace(
-        request=chat_request, parser=parser, token_ids=(1,), keep=lambda *_: None, finds_thoughts=True
+        request=chat_request, parser=parser, prompt={"token_ids": (1,)}, keep=lambda *_: None, finds_thoughts=True
     )
     completion = CompletionRequest(prompt="a", logprobs=1, return_token_ids=True)
     with_features = {"features": features((1, 0), length=1), "return_token_ids": True}

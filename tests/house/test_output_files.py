@@ -34,6 +34,7 @@ OURS = {
     "app/distill/drafter.py": "a new folder, by one rename",
     "app/commands/serve.py": "a temporary file",
     "app/calls/result_texts.py": "a temporary folder",
+    "app/gateway/images/processing.py": "its pipe",
     "lab/fuzz/engine/host.py": "the log of its own process, in a temporary folder",
     "lab/fuzz/log_disk.py": "the disk of a simulation, in a temporary folder",
     "lab/soak/driver_process.py": "a temporary folder",

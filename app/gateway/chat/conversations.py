@@ -14,14 +14,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tailrace.deployments.features.wire import PlaceholderSpan
+
 
 class AnsweredTurn(NamedTuple):
     """A conversation up to an answer. `token_ids`: int32, its prompt and the answer. `closing`: the last token if it
-    ends the answer, or None.
+    ends the answer, or None. `spans`: placeholders of its images.
     """
 
     token_ids: np.ndarray
     closing: int | None
+    spans: tuple[PlaceholderSpan, ...] = ()
 
 
 class AnsweredTurns(Protocol):

@@ -5,16 +5,23 @@ that are no JSON object are an empty one for the template. Source: `renderers/ch
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, model_validator
 
 from tailrace.app.gateway.edge.fields import Listed, RequestObject
 from tailrace.app.gateway.edge.json_body import fault_of
+from tailrace.app.gateway.images.sent_image import SentImage
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Types of parts that are text, with the field that holds it."""
+
+IMAGES = ("image_url", "input_image")
+"""Types of parts that are images, in OpenAI's chats and Responses."""
+
+SYSTEM = ("system", "developer")
 
 Lines = list[dict[str, Any]]
 """Messages in the format of templates."""
@@ -25,20 +32,24 @@ def _part(given: Any) -> Any:
 
 
 class ContentPart(RequestObject):
-    """A piece of a message's content; only text is supported."""
+    """A piece of a message's content. `image_url`: a URL, or an object that has one; other fields of an image have no
+    effect, as in vLLM.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
+    image_url: Any = None
 
-    def content(self) -> str | None:
-        """Returns its text, or None if it has none. Raises ValueError if it is not text."""
+    @cached_property
+    def content(self) -> str | SentImage | None:
+        """Its text or image, or None for an empty text. Raises ValueError, one line, if it is neither."""
+        if self.type in IMAGES:
+            given = self.image_url
+            return SentImage.of(given.get("url") if isinstance(given, dict) else given)
         if self.type not in TEXTS:
-            raise ValueError(
-                f"messages: content of type {self.type[:30]!r}: a chat is text alone here; remove it, or send "
-                "processed images as features to /inference/v1/generate"
-            )
+            raise ValueError(f"messages: content of type {self.type[:30]!r}: a chat is text and images here; remove it")
         return getattr(self, TEXTS[self.type])
 
 
@@ -102,23 +113,32 @@ class RequestedMessage(RequestObject):
         self.reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
         return self
 
+    @property
+    def has_images(self) -> bool:
+        return isinstance(self.content, list) and any(part.type in IMAGES for part in self.content)
+
+    def images(self) -> list[SentImage]:
+        """Returns its images, in order. Raises ValueError, one line, for one that is not sent as a file."""
+        return [one for one in self._contents() if isinstance(one, SentImage)]
+
     def text(self) -> str:
-        """Returns the text. Raises ValueError if its content is not text alone."""
-        if isinstance(self.content, str) or self.content is None:
-            return self.content or ""
-        return "\n".join(text for part in self.content if (text := part.content()) is not None)
+        """Returns the text, without images. Raises ValueError if it has content of another type."""
+        return "\n".join(one for one in self._contents() if isinstance(one, str))
 
     def normal(self) -> dict[str, Any]:
         """Returns the same value for messages with the same meaning."""
-        found = self._said()
+        found = self._said(lambda image: {"image": image.digest})
         if self.role == "assistant":
             found["tool_calls"] = [call.normal() for call in self.tool_calls or ()]
             found["reasoning"] = self.reasoning
         return {name: value for name, value in found.items() if value not in (None, [])}
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the message in the format of templates."""
-        found = {name: value for name, value in self._said().items() if value is not None}
+        """Returns the message in the format of templates: with images, its content is a list of parts."""
+        if self.has_images and self.role in SYSTEM:
+            raise ValueError(f"messages: an image in a message of role {self.role!r}; send it in one of the user")
+        said = self._said(lambda _: {"type": "image"})
+        found = {name: value for name, value in said.items() if value is not None}
         if self.role == "assistant":
             calls = [call.for_template() for call in self.tool_calls or ()]
             found |= {"tool_calls": calls} if calls else {}
@@ -126,8 +146,17 @@ class RequestedMessage(RequestObject):
                 found |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
         return found
 
-    def _said(self) -> dict[str, Any]:
-        found = {"role": self.role, "content": self.text(), "name": self.name, "task": self.task}
+    def _contents(self) -> list[str | SentImage]:
+        if isinstance(self.content, str) or self.content is None:
+            return [self.content or ""]
+        return [one for part in self.content if (one := part.content) is not None]
+
+    def _said(self, shown: Callable[[SentImage], dict]) -> dict[str, Any]:
+        content: str | Lines = self.text()
+        if self.has_images:
+            parts = self._contents()
+            content = [shown(one) if isinstance(one, SentImage) else {"type": "text", "text": one} for one in parts]
+        found = {"role": self.role, "content": content, "name": self.name, "task": self.task}
         if self.role == "tool":
             found["tool_call_id"] = self.tool_call_id
         if self.role == "developer":

@@ -83,6 +83,10 @@ class Templated(RequestObject):
             raise ValueError(f"chat_template_kwargs: {min(own)} is not the template's; remove it")
         return self
 
+    @property
+    def has_images(self) -> bool:
+        return any(message.has_images for message in self.messages)
+
     def template(self) -> dict[str, Any]:
         """Returns arguments of the chat template, besides messages and the generation prompt."""
         tools = [tool.for_template() for tool in self.tools or ()]

@@ -93,4 +93,5 @@ def _begun(
     wished = request.max_tokens if chat is None else request.bound[1]
     bound = min(wished or model.max_model_len, model.max_model_len, left)
     sampling = turn.tree.opening.sampling.over((chat or request).sampling())
-    return naming, Wanted([{"token_ids": token_ids}], 1, bound, sampling, request.chunk_tokens(), adapter=model.adapter)
+    prompt = {"token_ids": token_ids} if chat is None else chat.prompt
+    return naming, Wanted([prompt], 1, bound, sampling, request.chunk_tokens(), adapter=model.adapter)

@@ -5,7 +5,7 @@ dialects beside chats are vLLM's own classes; vLLM is loaded at the first reques
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from fastapi import FastAPI, Request
@@ -17,8 +17,10 @@ from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.trajectories.harness import Harness
 from tailrace.app.gateway.trajectories.requests import OpenRequest, RewardRequest
+from tailrace.app.gateway.trajectories.row_images import row_images
 from tailrace.app.gateway.trajectories.rows import trajectory_body
 from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
+from tailrace.app.gateway.trajectories.tree import TrajectoryTree
 from tailrace.deployments.messages.roles import Role
 
 BASES = ("/v1/trajectories/{name}", "/v1/trajectories/{name}/v1")
@@ -43,20 +45,32 @@ def add_trajectories(app: FastAPI, service: GatewayService, trajectories: Gatewa
     @app.get("/v1/trajectories/{name}")
     async def trajectory(name: str, http: Request):
         """Return the training rows so far."""
-        return JSONResponse(trajectory_body(await trajectories.tree(http.scope["role"], name)))
+        tree = await trajectories.tree(http.scope["role"], name)
+        items = await row_images(service, tree)
+        return await _rows(tree, None, items)
 
     @app.post("/v1/trajectories/{name}/reward")
     async def reward(name: str, request: RewardRequest, http: Request):
         """End a trajectory with its reward. Return its rows, which are kept nowhere else."""
-        tree = await trajectories.end(http.scope["role"], name, request.reward)
-        return JSONResponse(trajectory_body(tree, request.reward))
+        return await _ended(http.scope["role"], name, request.reward)
 
     @app.delete("/v1/trajectories/{name}")
     async def delete(name: str, http: Request):
         """End a trajectory without a reward. Return its rows."""
-        return JSONResponse(trajectory_body(await trajectories.end(http.scope["role"], name, None)))
+        return await _ended(http.scope["role"], name, None)
+
+    async def _ended(role: Role, name: str, reward: float | None) -> JSONResponse:
+        items = await row_images(service, await trajectories.tree(role, name))  # an error of theirs ends nothing
+        tree = await trajectories.end(role, name, reward)
+        items = await row_images(service, tree, items)
+        return await _rows(tree, reward, items)
 
     _add_harness(app, service, Harness(service, trajectories))
+
+
+async def _rows(tree: TrajectoryTree, reward: float | None, items: Mapping[str, str]) -> JSONResponse:
+    body = trajectory_body(tree, reward, items)
+    return await asyncio.to_thread(JSONResponse, body)  # features are large
 
 
 def _add_harness(app: FastAPI, service: GatewayService, harness: Harness) -> None:

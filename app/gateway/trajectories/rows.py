@@ -4,27 +4,29 @@ Invariant: a sampled token has the mask 1 in exactly one row. A row that begins 
 them as context, with the mask 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
 from tailrace.app.gateway.answers import finite
+from tailrace.app.gateway.images.prompt_images import image_features
 from tailrace.app.gateway.trajectories.tree import TrajectoryTree
 from tailrace.deployments.messages.trajectory import TrajectoryTurn
 from tailrace.deployments.results.routed_experts import RoutedExperts
 
 
-def rows_of(tree: TrajectoryTree) -> list[dict]:
+def rows_of(tree: TrajectoryTree, items: Mapping[str, str] = {}) -> list[dict]:
     """Returns the rows. `token_ids`, `mask` and `logprobs` have one value a token; logprobs of tokens that were not
     sampled are 0. `turns`: positions in the row, `[start, end)`, of each answer and of its spans of a weights version.
-    `routed_experts`: of all tokens but the last, if the engine keeps them.
+    `routed_experts`: of all tokens but the last, if the engine keeps them. `features`: of the row's images, if it has
+    some. `items`: processed content of the tree's images by their names.
     """
     trained: set[int] = set()
-    return [_row(tree, leaf, trained) for leaf in tree.leaves()]
+    return [_row(tree, leaf, trained, items) for leaf in tree.leaves()]
 
 
-def _row(tree: TrajectoryTree, leaf: int, trained: set[int]) -> dict:
+def _row(tree: TrajectoryTree, leaf: int, trained: set[int], items: Mapping[str, str]) -> dict:
     token_ids, mask, logprobs, turns = [], [], [], []
     for number in tree.line(leaf):
         turn = tree.turns[number]
@@ -39,6 +41,9 @@ def _row(tree: TrajectoryTree, leaf: int, trained: set[int]) -> dict:
         })  # fmt: skip
         trained.add(number)
     row = {"token_ids": token_ids, "mask": mask, "logprobs": logprobs, "turns": turns}
+    if images := tree.images(leaf):
+        features = image_features(images, [items[image.name] for image in images])
+        row["features"] = features.model_dump(mode="json", exclude_none=True)
     routes = _routes([tree.turns[number] for number in tree.line(leaf)], [one["end"] for one in turns])
     return row if routes is None else row | {"routed_experts": routes.base64()}
 
@@ -56,9 +61,9 @@ def _routes(turns: Sequence[TrajectoryTurn], ends: Sequence[int]) -> RoutedExper
     return RoutedExperts(whole)
 
 
-def trajectory_body(tree: TrajectoryTree, reward: float | None = None) -> dict:
-    """Returns the answer of `GET /v1/trajectories/ID`."""
-    opening, rows = tree.opening, rows_of(tree)
+def trajectory_body(tree: TrajectoryTree, reward: float | None = None, items: Mapping[str, str] = {}) -> dict:
+    """Returns the answer of `GET /v1/trajectories/ID`. `items`: as in `rows_of`."""
+    opening, rows = tree.opening, rows_of(tree, items)
     return {
         "id": opening.trajectory_id,
         "seed": opening.settings.seed,

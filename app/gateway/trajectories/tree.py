@@ -1,7 +1,7 @@
 """The turns of one trajectory as a tree, as far as this gateway knows it.
 
-A prompt continues the turn whose context, prompt and answer, is its longest prefix, token by token; it is the root of a
-branch if there is none. Invariant: the tree only grows, and a turn's context never changes.
+A prompt continues the turn whose context, prompt and answer, is its longest prefix, token by token and image by image;
+it is the root of a branch if there is none. Invariant: the tree only grows, and a turn's context never changes.
 """
 
 import json
@@ -13,7 +13,8 @@ import numpy as np
 
 from tailrace.app.gateway.chat.conversations import AnsweredTurn
 from tailrace.app.gateway.edge.errors import UnknownTrajectory
-from tailrace.deployments.messages.trajectory import StoredResponse, TrajectoryOpening, TrajectoryTurn
+from tailrace.app.gateway.images.prompt_images import spans_of
+from tailrace.deployments.messages.trajectory import PromptImage, StoredResponse, TrajectoryOpening, TrajectoryTurn
 from tailrace.deployments.results.columns import Column
 
 AGAIN = 1 << 16
@@ -21,10 +22,13 @@ AGAIN = 1 << 16
 
 
 class BegunTurn:
-    """A prompt that waits for its answer. `parent`, `turn`, `reencoded_tokens`: see TrajectoryTurn."""
+    """A prompt that waits for its answer. `parent`, `turn`, `reencoded_tokens`, `images`: see TrajectoryTurn."""
 
-    def __init__(self, parent: int | None, turn: int, prompt: np.ndarray, reencoded_tokens: int):
+    def __init__(
+        self, parent: int | None, turn: int, prompt: np.ndarray, reencoded_tokens: int, images: tuple[PromptImage, ...]
+    ):
         self.parent, self.turn, self.prompt, self.reencoded_tokens = parent, turn, prompt, reencoded_tokens
+        self.images = images
 
 
 class TrajectoryTree:
@@ -82,7 +86,13 @@ class TrajectoryTree:
     def find(self, conversation: bytes) -> AnsweredTurn | None:
         """Returns the turn whose messages have this digest."""
         number = self._conversations.get(conversation)
-        return None if number is None else AnsweredTurn(self.context(number), self.turns[number].closing)
+        if number is None:
+            return None
+        return AnsweredTurn(self.context(number), self.turns[number].closing, spans_of(self.images(number)))
+
+    def images(self, number: int) -> list[PromptImage]:
+        """Returns the images up to a turn's end."""
+        return [image for one in self.line(number) for image in self.turns[one].images]
 
     def said(self, response: str | None) -> list[dict]:
         """Returns the messages up to a response, without instructions. Raises UnknownTrajectory if it is not stored."""
@@ -94,14 +104,18 @@ class TrajectoryTree:
             response = stored.previous
         return found
 
-    def begin(self, token_ids: Sequence[int], messages: Iterable[bytes]) -> BegunTurn:
-        """Begins a turn. `messages`: digests of the answers that its prompt has. Raises ValueError, one line, at a
-        limit.
+    def begin(
+        self, token_ids: Sequence[int], messages: Iterable[bytes], images: tuple[PromptImage, ...] = ()
+    ) -> BegunTurn:
+        """Begins a turn. `messages`: digests of the answers that its prompt has; `images`: all that it has. Raises
+        ValueError, one line, at a limit.
         """
         prompt = np.asarray(token_ids, np.int32)
-        parent = self._parent_of(prompt)
+        parent = self._parent_of(prompt, images)
         at = 0 if parent is None else len(self.context(parent))
-        begun = BegunTurn(parent, self._turn(parent, prompt[at:]), prompt[at:], self._reencoded(parent, messages))
+        own = _between(images, at, len(prompt))
+        turn = self._turn(parent, prompt[at:], own)
+        begun = BegunTurn(parent, turn, prompt[at:], self._reencoded(parent, messages), own)
         self._check(begun)
         self.begun.add(begun)
         return begun
@@ -109,12 +123,14 @@ class TrajectoryTree:
     def moved(self, turn: TrajectoryTurn, other: "TrajectoryTree") -> TrajectoryTurn:
         """Returns a turn of another tree of this trajectory as it is in this one, which may lack turns."""
         before = [] if turn.parent is None else other.context(turn.parent).tolist()
+        images = (*([] if turn.parent is None else other.images(turn.parent)), *turn.images)
         prompt = np.array([*before, *turn.prompt_token_ids], np.int32)
-        parent = self._parent_of(prompt)
-        own = prompt[0 if parent is None else len(self.context(parent)) :]
-        return turn.model_copy(update={"parent": parent, "prompt_token_ids": Column(own)})
+        parent = self._parent_of(prompt, images)
+        at = 0 if parent is None else len(self.context(parent))
+        own = {"prompt_token_ids": Column(prompt[at:]), "images": _between(images, at, len(prompt))}
+        return turn.model_copy(update={"parent": parent} | own)
 
-    def _parent_of(self, prompt: np.ndarray) -> int | None:
+    def _parent_of(self, prompt: np.ndarray, images: Sequence[PromptImage]) -> int | None:
         best, best_at, waiting = None, 0, [(None, 0)]
         while waiting:
             parent, at = waiting.pop()
@@ -122,15 +138,19 @@ class TrajectoryTree:
                 best, best_at = parent, at
             for child in self._children[parent]:
                 own = np.concatenate(_parts(self.turns[child]))
-                if at + len(own) < len(prompt) and np.array_equal(own, prompt[at : at + len(own)]):
-                    waiting.append((child, at + len(own)))
+                end = at + len(own)
+                same = end < len(prompt) and np.array_equal(own, prompt[at:end])
+                if same and _places(self.turns[child].images) == _places(_between(images, at, end)):
+                    waiting.append((child, end))
         return best
 
-    def _turn(self, parent: int | None, prompt: np.ndarray) -> int:
+    def _turn(self, parent: int | None, prompt: np.ndarray, images: Sequence[PromptImage]) -> int:
         """Returns the turn of the key: its place in its line, and how often this prompt was there before."""
-        others = [self.turns[child].prompt_token_ids for child in self._children[parent]]
-        others += [one.prompt for one in self.begun if one.parent == parent]
-        again = sum(np.array_equal(np.asarray(one), prompt) for one in others)
+        turns, begun = [self.turns[child] for child in self._children[parent]], self.begun
+        others = [(one.prompt_token_ids, one.images) for one in turns]
+        others += [(one.prompt, one.images) for one in begun if one.parent == parent]
+        places = _places(images)
+        again = sum(np.array_equal(np.asarray(one), prompt) and _places(of) == places for one, of in others)
         return AGAIN * again + (0 if parent is None else self._depths[parent] + 1)
 
     def _reencoded(self, parent: int | None, messages: Iterable[bytes]) -> int:
@@ -143,9 +163,21 @@ class TrajectoryTree:
             raise ValueError(f"limits.turns: {name} {limits.turns} turns")
         if self.sampled_tokens >= limits.tokens:
             raise ValueError(f"limits.tokens: {name} {limits.tokens} tokens")
+        kept = sum(len(image.sent) for turn in (*self.turns, *self.begun, begun) for image in turn.images)
+        if kept > limits.image_bytes:
+            raise ValueError(f"limits.image_bytes: the trajectory's images have {kept} bytes of {limits.image_bytes}")
         siblings = [*self._children[begun.parent], *(one for one in self.begun if one.parent == begun.parent)]
         if siblings and self.branches >= limits.branches:
             raise ValueError(f"limits.branches: {name} {limits.branches} branches")
+
+
+def _places(images: Iterable[PromptImage]) -> list[tuple[str, int, int]]:
+    return [image.place for image in images]
+
+
+def _between(images: Iterable[PromptImage], start: int, end: int) -> tuple[PromptImage, ...]:
+    """Returns the images whose placeholders begin at positions [start, end) of a prompt."""
+    return tuple(image for image in images if start <= image.offset < end)
 
 
 def _parts(turn: TrajectoryTurn) -> tuple[np.ndarray, np.ndarray]:

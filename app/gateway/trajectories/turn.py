@@ -56,7 +56,8 @@ class TurnInProgress:
         """
         messages = () if chat is None else chat.request.messages
         said = [said_digest(one) for one in messages if one.role == "assistant"]
-        self._chat, self._begun = chat, self.tree.begin(token_ids, said)
+        images = () if chat is None else chat.images
+        self._chat, self._begun = chat, self.tree.begin(token_ids, said, images)
         opening = self.tree.opening
         settings = opening.settings
         naming = Naming(
@@ -92,6 +93,7 @@ class TurnInProgress:
             response=stored,
             tool=self._tool(),
             routed_experts=sample.routed_experts,
+            images=begun.images,
         )
         await self._record(turn)
 

@@ -220,7 +220,10 @@ def test_a_conversation_with_calls_goes_to_the_template_as_objects(chat):
         ({"continue_final_message": True}, "set add_generation_prompt to false"),
         ({"chat_template_kwargs": {"chat_template": "{{x}}"}}, "chat_template is not the template's"),
         ({"tools": []}, "must not be an empty array"),
-        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "type 'image_url': a chat is text alone"),
+        (
+            {"messages": [USER | {"content": [{"type": "image_url"}]}]},
+            "Instruct takes text alone; remove it",
+        ),
     ],
 )
 def test_a_chat_that_cannot_be_met_is_refused_in_one_line(chat, request_of, reason):

@@ -252,7 +252,7 @@ def test_an_image_is_refused_in_one_line_and_begins_no_turn(prompts, path):
             asked |= {"max_tokens": 9} if path == "/messages" else {}
             answer = await http.post(trajectory.base_url + path, json=asked)
         message = answer.json()["error"]["message"]
-        assert answer.status_code == 400 and "image" in message and "a chat is text alone here; remove it" in message
+        assert answer.status_code == 400 and "image" in message and "takes text alone; remove it" in message
         assert not service.sampled and PIXEL not in message
         client.close()
 
