@@ -74,7 +74,6 @@ def test_sizes_with_other_bits_are_left_out_and_a_place_that_counts_is_refused()
 
 def test_a_size_is_left_out_that_has_one_other_result_in_50_000():
     weight, rows = torch.randn(32, 128, dtype=torch.double), torch.randn(rows_compared(128, 2) + WINDOW, 32)
-    assert len(rows) == 8_192 + WINDOW
 
     def product(x):
         exact = x.double() @ weight
