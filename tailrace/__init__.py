@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tailrace.app.calls.refused import AdapterRejected, RolloutRejected, UnknownAdapter, WeightsRejected
     from tailrace.app.cluster import connect
     from tailrace.app.trl.async_rollouts import AsyncRollouts
+    from tailrace.app.trl.async_trajectories import AsyncTrajectories
     from tailrace.app.trl.async_weights import AsyncWeights
     from tailrace.app.trl.generation import attach
     from tailrace.app.weights.saved import saved_weights
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncRollouts": "tailrace.app.trl.async_rollouts",
+    "AsyncTrajectories": "tailrace.app.trl.async_trajectories",
     "AsyncWeights": "tailrace.app.trl.async_weights",
     "attach": "tailrace.app.trl.generation",
     "connect": "tailrace.app.cluster",
@@ -49,6 +51,7 @@ _HOMES = {
 __all__ = [
     "AdapterRejected",
     "AsyncRollouts",
+    "AsyncTrajectories",
     "AsyncWeights",
     "ChatMessage",
     "GroupResult",

@@ -64,6 +64,12 @@ class RankFailed(RankNamed):
 def add_publishing(app: FastAPI, service: GatewayService) -> None:
     ranks = UploadedRanks()
 
+    @app.get("/weights/next")
+    async def next_version(http: Request):
+        """Return the lowest version that can be published."""
+        version = await service.client(http.scope["role"]).publishing.run(PublishPhase.NEXT, 0, 0)
+        return {"weight_version": str(version)}
+
     @app.post("/weights/{version}/join")
     async def join(version: Version, rank: RankJoin, http: Request):
         """Return the numbers of the pieces that this rank uploads, once all ranks have joined."""

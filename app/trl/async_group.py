@@ -1,14 +1,13 @@
 """One prompt of an asynchronous trainer, from its row of the data set to its samples with advantages.
 
 Invariant: each group is a separate batch, so it is generated, scored and delivered independently of others. The keys of
-its tokens come from the seed and its number, never from the time. Called by `async_rollouts`.
+its tokens come from the seed and its number, never from the time. Called by `async_worker`.
 """
 
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from uuid import uuid4
 
 import numpy as np
@@ -17,6 +16,7 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import BadInput
 from tailrace.app.trl.group_rewards import rewards_of
 from tailrace.app.trl.sampling import sampling_of
+from tailrace.app.trl.scored_group import ScoredGroup, as_message, step_of
 from tailrace.app.trl.step_rollout import check_answered
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.policies.protocol.actions import SampleEnd
@@ -25,37 +25,17 @@ NO_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Columns of the data set that are not passed to reward functions, which get the samples' own."""
 
 
-@dataclass(frozen=True)
-class ScoredGroup:
-    """`samples`: TRL's `RolloutSample`s by sample index, whose `model_version` is that of the oldest token.
-
-    `newest`: the trainer's version of each sample's newest token. `metrics`: for the trainer's log.
-    """
-
-    number: int
-    samples: list
-    newest: list[int]
-    metrics: dict[str, float | tuple[float, float]]
-
-
 class GroupMaker:
-    """`args`: a `trl.experimental.async_grpo.AsyncGRPOConfig`. `tokenizer`: the trainer's.
+    """`args`: a `trl.experimental.async_grpo.AsyncGRPOConfig`. `tokenizer`: the trainer's."""
 
-    `samples_per_step`: samples of an optimizer step, for the step in the sample keys.
-    """
-
-    def __init__(
-        self, client: RolloutClient, *, args, tokenizer, reward_funcs: Sequence[Callable], samples_per_step: int
-    ):
+    def __init__(self, client: RolloutClient, *, args, tokenizer, reward_funcs: Sequence[Callable]):
         self._client, self._args, self._tokenizer = client, args, tokenizer
-        self._functions, self._samples_per_step = list(reward_funcs), samples_per_step
+        self._functions = list(reward_funcs)
         self._sampling = sampling_of(args)
         self._run = f"{os.getpid()}-{uuid4().hex[:6]}"
 
     async def make(self, number: int, row: dict, version_of: Callable[[int], int]) -> ScoredGroup:
-        """Makes a group. `version_of`: returns the trainer's version for one of the service's. Raises Failed, with the
-        reason in one line.
-        """
+        """Makes a group, see `MakeGroup`."""
         began = time.monotonic()
         if "prompt" not in row:
             raise BadInput(f"the data set has the columns {', '.join(row)}; it needs one called prompt")
@@ -65,7 +45,7 @@ class GroupMaker:
         texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
         columns = {name: [value] * len(texts) for name, value in row.items() if name not in NO_COLUMNS}
         columns["prompts"] = [prompt] * len(texts)
-        columns["completions"] = texts if isinstance(prompt, str) else [_message("assistant", text) for text in texts]
+        columns["completions"] = texts if isinstance(prompt, str) else [as_message("assistant", text) for text in texts]
         columns["completion_ids"] = [list(sample.token_ids) for sample in group.samples]
         rewards = await rewards_of(self._functions, len(texts), columns)
         known = {index: float(total) for index, total in enumerate(rewards.totals) if np.isfinite(total)}
@@ -76,8 +56,8 @@ class GroupMaker:
             rollout_sample(
                 group.prompt_token_ids,
                 sample,
-                prompt=_message("user", prompt) if isinstance(prompt, str) else prompt,
-                completion=_message("assistant", text),
+                prompt=as_message("user", prompt) if isinstance(prompt, str) else prompt,
+                completion=as_message("assistant", text),
                 advantage=float(advantage),
                 model_version=min(of_sample),
                 group_id=number,
@@ -101,7 +81,7 @@ class GroupMaker:
         batch = RolloutBatch(
             batch_id=f"trl-async-{self._run}-{number}",
             groups=(wanted,),
-            step=number * wanted.samples // self._samples_per_step,
+            step=step_of(self._args, number),
             seed=self._args.seed,
         )
         async with aclosing(self._client.rollout(batch)) as groups:
@@ -132,12 +112,8 @@ def rollout_sample(prompt_token_ids: Sequence[int], sample: SampleResult, **valu
     )
 
 
-def _message(role: str, text: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": text}]
-
-
 def _metrics(group: GroupResult, rollout_s: float, score_s: float) -> dict[str, float | tuple[float, float]]:
-    """Returns a group's metrics under TRL's names; a pair is summed over groups, and then divided."""
+    """Returns a group's metrics under TRL's names."""
     lengths = [len(sample.token_ids) for sample in group.samples]
     cut = sum(sample.finish_reason is SampleEnd.LENGTH for sample in group.samples)
     return {

@@ -74,6 +74,10 @@ class HttpWeights:
             staged.drop()  # keeps a sealed stage
         return self.update_weights_blocking(version, str(source)).model_copy(update={"staged_s": staged.seconds})
 
+    def next_version_blocking(self) -> int:
+        """Returns the lowest version that can be published, see `tailrace.weights.next_version`."""
+        return int(self._call("GET", "/weights/next")["weight_version"])
+
     def publish_blocking(
         self, version: int, held: object, rank: int, world_size: int, *, score: Score = (), timeout_s: float = 120.0
     ) -> WeightsLoaded:

@@ -183,10 +183,13 @@ def test_control_needs_a_trainer_and_reading_an_observer(play):
             ):  # fmt: skip
                 answer = await caller.post(path, json=body)
                 assert answer.status_code == 403 and "needs role trainer" in answer.text, path
+            answer = await caller.get("/weights/next")
+            assert answer.status_code == 403 and "needs role trainer" in answer.text, "as publishing"
             assert (await caller.get("/is_paused")).json() == {"is_paused": False}
             assert (await caller.get("/get_world_size")).json() == {"world_size": 2}
             config = (await caller.get("/server_info", params={"config_format": "json"})).json()["vllm_config"]
             assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
             assert config["weight_transfer_config"] is None is config["lora_config"]
+        assert (await http(Role.TRAINER).get("/weights/next")).json() == {"weight_version": "1"}
 
     play(story)

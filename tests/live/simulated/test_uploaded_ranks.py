@@ -77,8 +77,9 @@ def site(tmp_path, monkeypatch):
     while not server.started:
         thread.join(0.01)
 
+    weights = HttpWeights(f"http://{Role.TRAINER}:{'t' * 16}@127.0.0.1:{port}")
+
     def rank(number, held, version=5, **more):
-        weights = HttpWeights(f"http://{Role.TRAINER}:{'t' * 16}@127.0.0.1:{port}")
         try:
             return weights.publish_blocking(version, held, number, 2, **({"timeout_s": 20} | more))
         except Exception as error:  # noqa: BLE001 - compared by the test
@@ -88,7 +89,8 @@ def site(tmp_path, monkeypatch):
         with ThreadPoolExecutor(len(calls)) as pool:
             return [one.result() for one in [pool.submit(rank, *call[:-1], **call[-1]) for call in calls]]
 
-    yield SimpleNamespace(client=client, all_ranks=all_ranks, root=tmp_path, address=f"http://127.0.0.1:{port}")
+    address = f"http://127.0.0.1:{port}"
+    yield SimpleNamespace(client=client, all_ranks=all_ranks, root=tmp_path, address=address, weights=weights)
     server.should_exit = True
     thread.join()
 
@@ -111,6 +113,16 @@ def test_uploaded_pieces_are_the_weights_that_one_process_would_send(site):
     assert {one.digest for one in found} == {memory_source(source).digest, digest_of_one_process(site.root)}
     assert (version, score) == (5, (-1.0,)) and not site.client.slots.part.exists()
     assert [one.version for one in site.all_ranks(*both(6))] == [6, 6], "and the next one goes on"
+
+
+def test_the_next_version_is_above_what_is_served_and_above_what_has_ended(site):
+    assert site.weights.next_version_blocking() == 5, "the service has 4"
+    (late,) = site.all_ranks((0, halves()[0], 8, {"timeout_s": 1}))
+    assert isinstance(late, WeightsRejected)
+    version = site.weights.next_version_blocking()
+    assert version == 9, "8 has ended"
+    assert [one.version for one in site.all_ranks(*both(version))] == [9, 9]
+    assert site.weights.next_version_blocking() == 10
 
 
 def test_a_rank_that_does_not_come_or_cannot_stage_is_named_to_the_others(site):

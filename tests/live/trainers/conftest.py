@@ -26,3 +26,12 @@ def small_model(model_dir, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _pinned(a_core_each):
     """Two processes of this folder's tests run side by side."""
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """TRL's asynchronous trainer takes a GPU for granted: it asks torch.cuda for a name, and loads GPU kernels."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "examples"))
+    import trl_on_a_cpu
+
+    trl_on_a_cpu.patch(monkeypatch.setattr)

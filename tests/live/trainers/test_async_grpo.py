@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import yaml
 from datasets import Dataset
+from live.trainers.async_trainer import EXAMPLES, SAMPLES, TOKENS, arguments, logged, watched
 from live.trainers.stand_in import StandIn
 from transformers import AutoTokenizer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, TrainingSequence, _AsyncRolloutLoop
 
 from tailrace import AsyncRollouts, AsyncWeights
@@ -22,19 +23,22 @@ from tailrace.app.errors import BadInput, Failed
 from tailrace.app.trl.group_rewards import rewards_of
 from tailrace.policies.protocol.actions import SampleEnd
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 PROMPTS = [f"Count to {number}:" for number in range(6)]
-SAMPLES, TOKENS = 4, 6
 
 
 class AsyncStandIn(StandIn):
-    """The coroutines of a client over the same model. `slow`: prompt ids that are answered after the others."""
+    """The coroutines of a client over the same model. `slow`: prompt ids that are answered after the others. `begun`:
+    the version of the weights at the begin of each batch.
+    """
 
     def __init__(self, model, slow=()):
         super().__init__(model)
-        self.slow, self.cancelled, self.rewards = set(slow), [], []
+        self.slow, self.cancelled, self.rewards, self.begun = set(slow), [], [], []
 
     async def rollout(self, batch):
+        self.begun.append(self.version)
         try:
             await asyncio.sleep(0.3 if batch.groups[0].prompt_id in self.slow else 0)
             for group in await asyncio.to_thread(lambda: list(self.rollout_blocking(batch))):
@@ -52,32 +56,6 @@ def letters(completions, place, **_):
     return [float(len(set(text))) for text in completions]
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    """TRL's asynchronous trainer takes a GPU for granted: it asks torch.cuda for a name, and loads GPU kernels."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import trl_on_a_cpu
-
-    trl_on_a_cpu.patch(monkeypatch.setattr)
-
-
-def arguments(tmp_path, **settings):
-    settings = {"max_steps": 3, "max_staleness": 1, "token_budget": 0, "learning_rate": 1e-3} | settings
-    return AsyncGRPOConfig(
-        output_dir=str(tmp_path / "trl"),
-        per_device_train_batch_size=2 * SAMPLES,
-        num_generations=SAMPLES,
-        max_completion_length=TOKENS,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        seed=7,
-        **settings,
-    )
-
-
 def trainer_of(model, tmp_path, service, rewards=letters, weights_dir=None, **settings):
     args, tokenizer = arguments(tmp_path, **settings), AutoTokenizer.from_pretrained(model)
     data = Dataset.from_list([{"prompt": prompt, "place": place} for place, prompt in enumerate(PROMPTS)])
@@ -89,24 +67,6 @@ def trainer_of(model, tmp_path, service, rewards=letters, weights_dir=None, **se
         str(model), args=args, train_dataset=data, processing_class=tokenizer,
         rollout_worker=worker, weight_transfer=weights,
     )  # fmt: skip
-
-
-def logged(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
-
-
-def watched(trainer):
-    """The samples that the trainer draws, with the numbers of its weights at that time."""
-    drawn, worker = [], trainer.rollout_worker
-    get = worker.rollout_buffer.get
-
-    def recorded(*args, **kwargs):
-        sample = get(*args, **kwargs)
-        drawn.append((sample, trainer.model_version))
-        return sample
-
-    worker.rollout_buffer.get = recorded
-    return drawn
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -125,6 +85,7 @@ def test_groups_come_whole_in_order_and_within_the_staleness(small_model, tmp_pa
     assert not logged(trainer, "sample/dropped_stale_total")
     taken = len(service.batches)
     assert taken <= 2 * (max(1, max_staleness) + 3 + 1), "no more groups than the rule allows after three steps"
+    assert service.begun.count(1) <= 2 * max(2, max_staleness + 1), "or what the trainer draws ahead"
     steps = {batch.groups[0].prompt_id: batch.step for batch in service.batches}
     assert steps == {str(number): number // 2 for number in range(taken)}
     ratios = logged(trainer, "ratio")
