@@ -128,6 +128,28 @@ def test_one_session_alone_takes_the_time_of_its_own_steps(router):
     assert took_s == pytest.approx(expected_s, rel=1e-3)
 
 
+def test_seconds_in_which_kv_comes_are_counted_apart_and_go_with_the_network():
+    (session,), found = sessions(1, turns=3), []
+    for pool_bytes_s in (50e9, 25e9):
+        model = agent_replica("H100", "Qwen2.5-7B-Instruct-1M", 1, 80e9, 0.0, pool_bytes_s)
+        host = AgentHost([session], model, 1, RoundRobinPool(), 1)
+        host.engines[0].cache.capacity = 0  # nothing is found in HBM
+        counts, _ = host.run(0, 3)  # of the second and the third turn: the first came before
+        known = [turn.known // 16 * 16 for turn in session.turns[1:]]
+        assert counts.dram == sum(known) and counts.hbm == 0
+        assert counts.fetches == pytest.approx([0.02 + tokens * 57_344 / (0.8 * pool_bytes_s) for tokens in known])
+        found.append([whole - fetch for whole, fetch in zip(counts.at_replica, counts.fetches, strict=True)])
+        assert counts.at_replica == pytest.approx(counts.waits), "nothing waits to begin"
+    assert found[0] == pytest.approx(found[1]), "the rest is computing"
+
+
+def test_waiting_to_begin_is_no_time_at_a_replica():
+    counts, _ = AgentHost(sessions(), MODEL, 1, Scheduled(), 2 * MODEL.dram_tokens // 66_000).run(0, 200)
+    waited_s = [whole - here for whole, here in zip(counts.waits, counts.at_replica, strict=True)]
+    assert min(waited_s) == 0 and max(waited_s) > 1
+    assert all(fetch <= here for fetch, here in zip(counts.fetches, counts.at_replica, strict=True))
+
+
 def test_the_same_run_gives_the_same_counts_and_its_tokens_are_all_there():
     runs = [AgentHost(sessions(), MODEL, 2, Scheduled(), 12).run(40, 100) for _ in range(2)]
     assert runs[0] == runs[1]
@@ -146,11 +168,28 @@ def test_trajectories_that_fit_compute_next_to_nothing_again_where_others_thrash
 # ---- the command -----------------------------------------------------------------------------------------
 
 
-def test_bench_agents_compares_tailrace_with_the_best_rival(tmp_path, capsys):
+def many(tmp_path):
+    """Returns the file of 40 sessions of 8 turns, with a context of 47,000 tokens on average."""
     grown = [request(40_000 + 2_000 * i, 200, i - 1 if i else None, 40_000 + 2_000 * i - 2_064 if i else 0)
              for i in range(8)]  # fmt: skip
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps({"id": n, "requests": grown}) + "\n" for n in range(40)))
+    return path
+
+
+def test_bench_agents_has_the_share_of_first_tokens_that_waits_for_kv(tmp_path, capsys):
+    found = []
+    for gbit in ("400", "100"):
+        given = ["--trace", str(many(tmp_path)), "--sizes", "all", "--replicas", "1", "--pool-gbit", gbit, "--json"]
+        assert run(["bench", "agents", *given]) == 0
+        result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["sizes"]["all"]
+        assert 0 < result["fetch_p50_s"] <= result["ttft_p50_s"] + 0.005 and 0 < result["fetch_share"] < 1
+        found.append(result["fetch_p50_s"])
+    assert found[1] > 2 * found[0]
+
+
+def test_bench_agents_compares_tailrace_with_the_best_rival(tmp_path, capsys):
+    path = many(tmp_path)
     given = ["--trace", str(path), "--sizes", "half", "--replicas", "1", "--dram-gb", "10", "--json"]
     assert run(["bench", "agents", *given]) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])

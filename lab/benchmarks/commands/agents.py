@@ -28,6 +28,8 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
               help="DRAM for KV, for each GPU; 0: HBM alone.")  # fmt: skip
 @click.option("--ssd-gb", type=click.FloatRange(min=0), default=0.0, show_default=True,
               help="SSD for KV, for each GPU.")  # fmt: skip
+@click.option("--pool-gbit", type=click.FloatRange(min=1), default=400.0, show_default=True,
+              help="Network of the pool, Gbit/s, for each GPU.")  # fmt: skip
 @click.option("--drafts", is_flag=True, help="With drafts: the rivals' by suffixes, ours by the group.")
 @click.option("--live", is_flag=True, help="Instead: on two replicas and two `vllm serve`, with the model of --config.")
 @click.option("--turns", type=click.IntRange(min=2), default=4, show_default=True,
@@ -82,7 +84,8 @@ def _simulated(read, names: list[str], gap_cap: float, given: dict) -> dict:
 
     cluster = {key: given[key] for key in ("gpu", "model", "gpus_per_replica")}
     try:
-        model = agent_replica(**cluster, dram_bytes=given["dram_gb"] * 1e9, ssd_bytes=given["ssd_gb"] * 1e9)
+        tiers = {"dram_bytes": given["dram_gb"] * 1e9, "ssd_bytes": given["ssd_gb"] * 1e9}
+        model = agent_replica(**cluster, **tiers, pool_bytes_s=given["pool_gbit"] * 1e9 / 8)
     except ValueError as error:
         raise BadInput(f"--model, --gpu: {error}") from error
     if given["max_context"] > model.hbm_tokens // 2:

@@ -82,7 +82,9 @@ def _routers() -> dict[str, Router]:
 
 
 def _figures(counts: AgentCounts, took_s: float, whole_s: float) -> dict:
-    """Returns the figures of one system. A trajectory is `whole_s` of work: a turn counts by its own."""
+    """Returns the figures of one system. A trajectory is `whole_s` of work: a turn counts by its own. `fetch_share`: of
+    the seconds at a replica until first tokens, those in which KV came.
+    """
     known = max(1, counts.known)
     first_s, late_s = np.percentile(counts.waits, (50, 99)) if counts.waits else (0.0, 0.0)
     return {
@@ -90,6 +92,8 @@ def _figures(counts: AgentCounts, took_s: float, whole_s: float) -> dict:
         "recomputed_share": round(counts.recomputed / known, 4),
         "ttft_p50_s": round(float(first_s), 2),
         "ttft_p99_s": round(float(late_s), 2),
+        "fetch_p50_s": round(float(np.median(counts.fetches or [0.0])), 3),
+        "fetch_share": round(sum(counts.fetches) / max(1e-9, sum(counts.at_replica)), 3),
         "hits": {tier: round(getattr(counts, tier) / known, 4) for tier in ("hbm", "dram", "ssd")},
         "preemptions": counts.preemptions,
         "suspended": counts.suspended,

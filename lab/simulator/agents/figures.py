@@ -7,7 +7,15 @@ source or the reason why it is assumed in `ASSUMPTIONS`, which `bench agents` pr
 from dataclasses import dataclass
 
 from tailrace.lab.simulator.agents.trace import AgentTurn
-from tailrace.lab.simulator.hardware import COMPUTE_SHARE, GPUS, MODELS, SEND_SHARE, nearest, replica_model
+from tailrace.lab.simulator.hardware import (
+    COMPUTE_SHARE,
+    GPUS,
+    MODELS,
+    NETWORK_BYTES_S,
+    SEND_SHARE,
+    nearest,
+    replica_model,
+)
 from tailrace.lab.simulator.types import StepModel
 
 STEP_TOKENS = 8192
@@ -29,8 +37,8 @@ ASSUMPTIONS = {
     "dram": "128 GB a GPU: half of a DGX H100's 2 TB (datasheet) over 8 GPUs; assumed that the rest is taken",
     "ssd": "6 GB/s a GPU: one of 8 NVMe drives of a DGX H100 (datasheet); off by default",
     "own_dram": "64 GB/s * 0.8: PCIe 5.0 x16; vLLM's CPU offloading and SGLang's HiCache, for sticky and prefix",
-    "pool": "50 GB/s * 0.8 and 20 ms: 400 Gbit/s RDMA as for all set-ups here; Mooncake, for round_robin_pool and "
-    "tailrace",
+    "pool": "50 GB/s * 0.8 and 20 ms: 400 Gbit/s RDMA as for all set-ups here (--pool-gbit); Mooncake, for "
+    "round_robin_pool and tailrace",
     "saves": "KV is saved at a turn's end and in its background, as vLLM's connectors do; it delays nothing",
     "caches": "least recently used contexts lose their end first (vLLM's free queue), for every system",
     "gaps": "those recorded, people's included, cut to gap_cap_s",
@@ -65,9 +73,12 @@ class AgentReplica:
         return prefill_s + turn.out * (self.step.token_s + self.step.context_s * turn.context)
 
 
-def agent_replica(gpu: str, model: str, gpus_per_replica: int, dram_bytes: float, ssd_bytes: float) -> AgentReplica:
-    """Returns a replica of a dense model, with bytes of DRAM and SSD for each GPU. Raises ValueError for an
-    unknown name, a mixture of experts, or if the weights do not fit.
+def agent_replica(
+    gpu: str, model: str, gpus_per_replica: int, dram_bytes: float, ssd_bytes: float,
+    pool_bytes_s: float = NETWORK_BYTES_S,
+) -> AgentReplica:  # fmt: skip
+    """Returns a replica of a dense model, with bytes of DRAM and SSD and of the pool's network for each GPU. Raises
+    ValueError for an unknown name, a mixture of experts, or if the weights do not fit.
     """
     whole = replica_model(gpu, model, gpus_per_replica)
     figures, n = MODELS[model], gpus_per_replica
@@ -83,7 +94,7 @@ def agent_replica(gpu: str, model: str, gpus_per_replica: int, dram_bytes: float
         dram_tokens=int(dram_bytes * n / kv_bytes),
         ssd_tokens=int(ssd_bytes * n / kv_bytes),
         own_tokens_s=PCIE_BYTES_S * SEND_SHARE * n / kv_bytes,
-        pool_tokens_s=whole.fetch_tokens_s,
+        pool_tokens_s=pool_bytes_s * SEND_SHARE * n / kv_bytes,
         ssd_tokens_s=SSD_BYTES_S * n / kv_bytes,
         fetch_base_s=whole.fetch_base_s,
     )

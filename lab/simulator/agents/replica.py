@@ -52,6 +52,7 @@ class AgentEngine:
 
     def submit(self, request: AgentRequest, now: float) -> None:
         self.load += 1
+        request.sent_s, request.fetch_s = now, 0.0
         self._advance(now)
         self.queue.append(request)
         self._admit()
@@ -100,7 +101,9 @@ class AgentEngine:
                 continue
             rate = self.model.ssd_tokens_s if slow else self._store_tokens_s
             self._link_s = max(self._link_s, self.clock_s) + fetched / rate
-            self._arrives(self._link_s + self.model.fetch_base_s, self, request)
+            until_s = self._link_s + self.model.fetch_base_s
+            request.fetch_s += until_s - self.clock_s
+            self._arrives(until_s, self, request)
 
     def _find(self, request: AgentRequest) -> tuple[int, int, bool]:
         """Returns the tokens of a request's context in HBM, those in the store, and whether they lie on SSD."""

@@ -10,10 +10,12 @@ if TYPE_CHECKING:  # it makes requests
 class AgentRequest:
     """`context`: tokens of the prompt and of what has been made; `tokens`: those still to make in this stay.
     `cacheable`: tokens of the context that line `source` may hold; `left`: tokens of prefill that are not done;
-    `ticket`: number of admissions; `sample`: the core's name for its line."""
+    `ticket`: number of admissions; `sample`: the core's name for its line. `sent_s`: when a replica had it last;
+    `fetch_s`: seconds that KV took to come since."""
 
-    __slots__ = ("arrived_s", "cacheable", "context", "counts", "forks", "index", "known", "left", "line", "made",
-                 "number", "run", "sample", "since", "source", "ticket", "tokens", "turn")  # fmt: skip
+    __slots__ = ("arrived_s", "cacheable", "context", "counts", "fetch_s", "forks", "index", "known", "left", "line",
+                 "made", "number", "run", "sample", "sent_s", "since", "source", "ticket", "tokens",
+                 "turn")  # fmt: skip
 
     def __init__(self, run: "SessionRun", index: int, counts: "AgentCounts", arrived_s: float):
         self.run, self.index, self.counts, self.arrived_s = run, index, counts, arrived_s
@@ -24,6 +26,7 @@ class AgentRequest:
         self.cacheable = self.known = turn.known
         self.tokens, self.made, self.left = turn.out, 0, 0.0
         self.number, self.since, self.ticket, self.sample = 0, 0.0, 0, None
+        self.sent_s, self.fetch_s = arrived_s, 0.0
 
     def found(self, here: int, fetched: int, slow: bool, computed: int) -> None:
         """Records the sources of its context as it is admitted."""
@@ -41,6 +44,8 @@ class AgentRequest:
         """Records its first token."""
         if not self.made:
             self.counts.waits.append(now - self.arrived_s)
+            self.counts.at_replica.append(now - self.sent_s)
+            self.counts.fetches.append(self.fetch_s)
 
     def ends(self) -> None:
         """Takes the tokens of a stay; what is in the context now is known."""
@@ -66,7 +71,9 @@ class AgentRequest:
 
 @dataclass(slots=True)
 class AgentCounts:
-    """Sums over requests: tokens by source, and seconds to first tokens."""
+    """Sums over requests: tokens by source. By request: seconds to the first token, those since a replica had it, and
+    those in which its KV came.
+    """
 
     hbm: int = 0
     dram: int = 0
@@ -77,3 +84,5 @@ class AgentCounts:
     suspended: int = 0
     work_s: float = 0.0  # of turns that ended: see `AgentReplica.work_s`
     waits: list[float] = field(default_factory=list)
+    at_replica: list[float] = field(default_factory=list)
+    fetches: list[float] = field(default_factory=list)
