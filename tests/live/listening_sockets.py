@@ -32,8 +32,8 @@ ROLES = {
 """The words of the table, by the program's name or the script's, or the title that Ray gives its process."""
 
 ANYWHERE = {"0.0.0.0", "::", "*"}
-AGENT_PORT = 52365
-"""Of a dashboard agent, Ray 2.60. Of two clusters on one machine the second one's agent goes without."""
+FIXED_PORTS = {"dashboard agent": 52365, "autoscaler": 44217, "dashboard": 44227}
+"""Those that Ray 2.60 gives to every cluster. Of two clusters on one machine the second one goes without."""
 
 
 class Sockets(NamedTuple):
@@ -91,10 +91,11 @@ def listening(driver: psutil.Process, before: set[tuple[int, str, int]]) -> dict
     return dict(found)
 
 
-def without_agent_port(driver: psutil.Process) -> bool:
-    """Whether this cluster's dashboard agent has not the port that Ray gives to all: another cluster's has it."""
+def without_port(driver: psutil.Process) -> set[str]:
+    """Returns the roles whose processes have not the port of FIXED_PORTS: another cluster's have it."""
     ours = {driver.pid, *(one.pid for one in driver.children(recursive=True))}
-    return not any(pid in ours and port == AGENT_PORT for pid, _, port in open_sockets())
+    have = {port for pid, _, port in open_sockets() if pid in ours}
+    return {role for role, port in FIXED_PORTS.items() if port not in have}
 
 
 def documented() -> dict[str, tuple[str, int]]:

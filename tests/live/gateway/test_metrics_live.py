@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 from gateway_service import caller, usual_policies
-from listening_sockets import documented, listening, without_agent_port
+from listening_sockets import documented, listening, without_port
 from prometheus import configuration, firing, names_of, panels, shown
 from prometheus import running as prometheus
 from prometheus_client.parser import text_string_to_metric_families
@@ -90,7 +90,7 @@ def test_ray_s_page_has_every_series_and_opens_no_port_of_ours(running, before):
 
     sockets, table = listening(psutil.Process(), before), documented()
     # The page itself, but perhaps not the agent's own port; the coordinator's for lines from gateways.
-    more = {"dashboard agent": 1 - without_agent_port(psutil.Process()), "coordinator": 1}
+    more = {"dashboard agent": "dashboard agent" not in without_port(psutil.Process()), "coordinator": 1}
     for role, added in more.items():
         (numbers,) = sockets[role]
         assert (numbers.on_node, numbers.on_all) == (int(table[role][0]) + added, 0), f"{role}: {numbers}"
