@@ -29,6 +29,7 @@ def test_a_task_of_reasoning_gym_scores_its_own_answers(name, options):
     assert read_task(config) == task, "a function of its configuration"
 
 
+@pytest.mark.slow
 def test_small_data_sets_give_each_question_once():
     digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     config = TaskConfig(name="chain_sum", options=digits, train=400, held_out=30)

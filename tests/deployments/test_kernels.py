@@ -93,6 +93,7 @@ def close(a, b, tolerance=1e-5):
     return np.all((a == b) | (np.abs(np.subtract(a, b, where=np.isfinite(b), out=np.zeros(len(b)))) < tolerance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("vocab", [1, 7, 513, 1100])
 def test_a_kernel_is_the_reference(kernel, vocab):

@@ -85,6 +85,7 @@ def test_rollouts_by_length_take_less_time_where_history_tells_lengths():
     assert total_s[0] > 1.08 * total_s[1], total_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_a_token_is_of_weights_within_the_bound_and_never_of_later_ones_than_its_step_s(name):
     host, bound = ran(name), MODES[name].ahead + MODES[name].puts_off

@@ -44,6 +44,7 @@ def test_a_chunk_reads_and_writes_the_kv_that_the_policy_says(played):
                 assert action.kv_version == ledger.kv_version(action.sample_id)
 
 
+@pytest.mark.slow
 @law
 def test_what_is_stored_is_released_once_and_what_is_stale_at_once(played):
     """Conservation of KV: the ledger refuses a release of what is not there, and is empty in the end."""
