@@ -1,4 +1,4 @@
-"""A model with few tokens: under Triton's interpreter a row of the demo model's vocabulary takes half a second."""
+"""Models of these tests. One has few tokens: a row of the demo model's takes Triton's interpreter half a second."""
 
 import json
 import shutil
@@ -65,3 +65,13 @@ def thinking_tokenizer(model_dir, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _pinned(a_core_each):
     """Two processes of this folder's tests run side by side."""
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory) -> Path:
+    """Folder of a tiny model that takes images."""
+    from image_model import make_image_model
+
+    folder = tmp_path_factory.mktemp("images") / "model"
+    make_image_model(folder)
+    return folder

@@ -9,7 +9,7 @@ from base64 import b64decode
 import numpy as np
 import pytest
 from engine_answers import run
-from image_model import IMAGE_ID, IMAGE_TOKENS, encoded, features, item, make_image_model, pixels
+from image_model import IMAGE_ID, IMAGE_TOKENS, encoded, features, item, pixels
 
 from tailrace.app.model import perturbed
 from tailrace.deployments.engine.runner import EngineRunner
@@ -28,18 +28,11 @@ DRAWS = {"random": SamplingParams(ignore_eos=True), "greedy": SamplingParams(tem
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images") / "model"
-    make_image_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engine(folder):
+def engine(image_folder):
     sizes = {"max_model_len": 256, "max_running": 8, "kv_cache_gib": 0.05, "block_tokens": BLOCK}
     drafts = DraftConfig(method="ngram", draft_tokens=4)
     sizes |= {"max_batched_tokens": 64, "redraw_close_calls": True, "close_call_tolerance": 0.02}
-    engine = EngineRunner(EngineConfig(model=str(folder), draft=drafts, **sizes), "images")
+    engine = EngineRunner(EngineConfig(model=str(image_folder), draft=drafts, **sizes), "images")
     yield engine
     engine.stop()
 
@@ -161,9 +154,9 @@ def test_names_are_content_s_and_the_form_is_vllm_s(engine):
     assert b64decode(encode_mm_kwargs_item(spec.data)) == first.items[0].content
 
 
-def test_new_weights_encode_an_image_again(engine, folder, tmp_path):
+def test_new_weights_encode_an_image_again(engine, image_folder, tmp_path):
     """An image under another name is encoded anew for certain: metadata that repeat its fields give it one."""
-    other = perturbed(folder, tmp_path / "other", scale=0.3)
+    other = perturbed(image_folder, tmp_path / "other", scale=0.3)
     (before,) = run(engine, chunk(IMAGES["first"]))
     engine.ask(LoadWeights(1, str(other))).result()
     metadata = {"image": [encoded({"num_patches": item(pixels(1))["num_patches"]})]}

@@ -6,7 +6,7 @@ from base64 import b64decode
 from io import BytesIO
 
 import pytest
-from image_model import IMAGE_ID, IMAGE_TOKENS, make_image_model, picture
+from image_model import IMAGE_ID, IMAGE_TOKENS, picture
 from PIL import Image
 
 from tailrace.app.gateway.chat.chat import Chat
@@ -20,15 +20,8 @@ from tailrace.deployments.features.prompt_features import PromptFeatures
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images") / "model"
-    make_image_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def images(folder):
-    found = ImageProcessor(str(folder))
+def images(image_folder):
+    found = ImageProcessor(str(image_folder))
     yield found
     found.close()
 
@@ -57,7 +50,7 @@ def test_an_item_is_one_that_engines_take_in_its_own_placeholder(images):
     assert item_refusal(b64decode(found.items[0])) is None
 
 
-def test_an_image_is_the_same_whatever_is_beside_it_and_however_often_it_is_sent(images, folder):
+def test_an_image_is_the_same_whatever_is_beside_it_and_however_often_it_is_sent(images, image_folder):
     alone = [images.process(sent(seed), MARKED) for seed in (1, 2)]
     both = images.process(sent(2, 1, 2), [IMAGE_ID, 65, IMAGE_ID, IMAGE_ID])
     assert both.names == (alone[1].names[0], alone[0].names[0], alone[1].names[0])
@@ -66,7 +59,7 @@ def test_an_image_is_the_same_whatever_is_beside_it_and_however_often_it_is_sent
     assert last.names == both.names[:2] and len(last.spans) == 1
     found = images.process(sent(1), placed=1)
     assert found.names == alone[0].names and found.token_ids == [] and found.spans == ()
-    another = ImageProcessor(str(folder))  # another gateway's
+    another = ImageProcessor(str(image_folder))  # another gateway's
     assert another.process(sent(2, 1), [IMAGE_ID, IMAGE_ID]).names == both.names[:2]
     another.close()
 
@@ -100,8 +93,8 @@ def test_a_model_of_text_alone_has_no_processor(model_dir):
     processor.close()
 
 
-def test_a_chat_has_the_prompt_of_the_template_with_its_images(images, folder):
-    prompts, turns = Prompts(str(folder), 512), Conversations(10_000)
+def test_a_chat_has_the_prompt_of_the_template_with_its_images(images, image_folder):
+    prompts, turns = Prompts(str(image_folder), 512), Conversations(10_000)
 
     def chat(*messages) -> Chat:
         return Chat(ChatRequest(messages=messages), prompts, turns, None, images)
@@ -120,8 +113,8 @@ def test_a_chat_has_the_prompt_of_the_template_with_its_images(images, folder):
     assert other.token_ids == found.token_ids and other.images != found.images
 
 
-def test_a_template_of_texts_gets_the_model_s_marks(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "model")
+def test_a_template_of_texts_gets_the_model_s_marks(image_folder, tmp_path):
+    shutil.copytree(image_folder, tmp_path / "model")
     for file in (tmp_path / "model").glob("*.json"):
         found = json.loads(file.read_text())
         if isinstance(found, dict) and found.pop("chat_template", None):
@@ -138,7 +131,7 @@ def test_a_template_of_texts_gets_the_model_s_marks(folder, tmp_path):
     images.close()
 
 
-def test_a_prompt_is_the_one_that_vllm_s_own_renderer_makes(images, folder):
+def test_a_prompt_is_the_one_that_vllm_s_own_renderer_makes(images, image_folder):
     """As its `/render` does: token ids, placeholders and items, in a conversation with a tool's result."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
@@ -155,12 +148,12 @@ def test_a_prompt_is_the_one_that_vllm_s_own_renderer_makes(images, folder):
         {"role": "tool", "content": [{"type": "text", "text": "b"}, image(3, kind="GIF")], "tool_call_id": "t"},
         {"role": "user", "content": "c"},
     ]
-    config = EngineArgs(model=str(folder), dtype="float32", max_model_len=512).create_engine_config()
+    config = EngineArgs(model=str(image_folder), dtype="float32", max_model_len=512).create_engine_config()
     asked = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
     renderer = renderer_from_config(config)
     _, (theirs,) = renderer.render_chat([messages], asked)
     renderer.shutdown()
-    ours = Chat(ChatRequest(messages=messages), Prompts(str(folder), 512), Conversations(9), None, images)
+    ours = Chat(ChatRequest(messages=messages), Prompts(str(image_folder), 512), Conversations(9), None, images)
     assert list(ours.token_ids) == theirs["prompt_token_ids"]
     spans, items = theirs["mm_placeholders"]["image"], theirs["mm_kwargs"]["image"]
     for one, span, item, own in zip(ours.images, spans, items, ours.features.kwargs_data["image"], strict=True):
