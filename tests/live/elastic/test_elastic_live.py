@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tailrace.app.cluster import LOOPBACK_ONLY
-from tailrace.deployments.coordinator.journal import read_journal, replay
+from tailrace.deployments.coordinator.journal import Journal, read_journal, replay
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.lab.verification.runs import RACES
 from tailrace.policies.families.registry import Policies
@@ -77,6 +77,24 @@ async def until(client, replicas: int) -> None:
             return
 
 
+def copies_of(races: Journal) -> tuple[set[str], set[str], set[str]]:
+    """The copies that began, the chunks that were asked to stop, and those among them that another chunk beat."""
+    actions = [action for entry in races.entries for action in getattr(entry, "actions", ())]
+    stopped = {one.chunk_id: one.reason for one in actions if isinstance(one, AbortChunk)}
+    began = {one.chunk_id for one in actions if isinstance(one, StartChunk) and one.copy_of}
+    return began, set(stopped), {chunk_id for chunk_id, reason in stopped.items() if "was first" in reason}
+
+
+async def raced(client) -> None:
+    """Copies have begun and some were beaten. The core looks for room once a second, in which a fast machine may have
+    made a whole tail."""
+    while True:
+        began, _, beaten = copies_of(read_journal((await client.journal(True)).splitlines()))  # so far; it goes on
+        if len(began) > 2 and beaten:
+            return
+        await asyncio.sleep(0.2)
+
+
 async def drafted(client) -> None:
     """The answer has come of a chunk that a draft model drafted for, from its first token to its last: of more chunks
     than there are samples the sample's chunk before had that draft model too. A sample waits for its drafts here, so it
@@ -95,7 +113,7 @@ async def steps(client) -> dict:
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # waits: both cores are taken
     await client.journal(True)
     await client.set_policies(policies("hold", racing=RACES["racing"] | {"room": 4}))
-    raced = await rolled(client, "raced")
+    in_races = await rolled(client, "raced", lambda: raced(client))
     races = read_journal((await client.journal(False)).splitlines())
     assert await asyncio.to_thread(trainer.stdout.readline) == "asked\n"
     waited = trainer.poll() is None
@@ -118,7 +136,7 @@ async def steps(client) -> dict:
     await client.forget_history()  # or nothing is left to a draft model
     again = await rolled(client, "again", lambda: drafted(client))
     return {
-        "static": static, "shrunk": shrunk, "again": again, "raced": raced, "races": races, "seen": seen,
+        "static": static, "shrunk": shrunk, "again": again, "raced": in_races, "races": races, "seen": seen,
         "waited": waited, "trained": trained, "ran": (began_s, ended_s),
     }  # fmt: skip
 
@@ -144,8 +162,7 @@ def test_no_sample_is_lost_and_no_token_changes(found):
     static = found["static"]
     assert len(static) == 20
     assert max(len(sample.token_ids) for sample in static.values()) > 150, "there was a tail"
-    assert tokens(found["raced"]) == tokens(static)
-    for step in ("shrunk", "again"):
+    for step in ("raced", "shrunk", "again"):
         assert set(found[step]) == set(static)
         for place, sample in found[step].items():
             made, expected = sample.token_ids, static[place].token_ids
@@ -162,10 +179,8 @@ def test_a_draft_model_ran_where_a_replica_had_gone(found):
 
 def test_copies_raced_and_who_was_beaten_was_stopped(found):
     """Copies share the noise, so a race cannot favour short answers; the core answers its journal alike."""
-    actions = [action for entry in found["races"].entries for action in getattr(entry, "actions", ())]
-    copies = {action.chunk_id for action in actions if isinstance(action, StartChunk) and action.copy_of}
+    began, stopped, beaten = copies_of(found["races"])
     ended = {entry.chunk_id for entry in found["races"].entries if isinstance(entry, ChunkFinished)}
-    beaten = {one.chunk_id for one in actions if isinstance(one, AbortChunk) and "was first" in one.reason}
-    assert len(copies) > 2 and beaten
-    assert copies <= ended | beaten, "the journal ends with the last sample, before all who were beaten have said so"
+    assert len(began) > 2 and beaten
+    assert began <= ended | stopped, "the journal ends with the last sample, before all who were stopped have said so"
     assert replay(found["races"]) is None
