@@ -63,7 +63,7 @@ def running(folder: Path, config: Mapping) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(120)
 
 
 def _is_ready(url: str) -> bool:
@@ -76,7 +76,7 @@ def _is_ready(url: str) -> bool:
 def asked(url: str, query: str, window: str, at_s: float | None = None) -> dict[str, float]:
     """Values of a query by the labels of their series. `window`: of rates. `at_s`: unix seconds; None: now."""
     words = {"query": query.replace("$__rate_interval", window)} | ({} if at_s is None else {"time": f"{at_s}"})
-    answer = json.load(urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode(words)}", timeout=30))
+    answer = json.load(urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode(words)}", timeout=120))
     return {
         " ".join(value for _, value in sorted(one["metric"].items())): float(one["value"][1])
         for one in answer["data"]["result"]
@@ -94,7 +94,7 @@ def panels(url: str, window: str, at_s: float | None = None) -> dict[tuple[str, 
 
 def firing(url: str) -> list[str]:
     """Names of the alerts that fire."""
-    alerts = json.load(urllib.request.urlopen(f"{url}/api/v1/alerts", timeout=30))["data"]["alerts"]
+    alerts = json.load(urllib.request.urlopen(f"{url}/api/v1/alerts", timeout=120))["data"]["alerts"]
     return [one["labels"]["alertname"] for one in alerts if one["state"] == "firing"]
 
 

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
 
-def play_in(loop: VirtualLoop, story: Callable[[], Awaitable[None]]) -> None:
-    """Runs `story()` on the loop, and closes it."""
+def play_in(loop: VirtualLoop, story: Callable[[], Awaitable]) -> object:
+    """Runs `story()` on the loop, and closes it. Returns its answer."""
     try:
-        loop.run_until_complete(story())
+        answer = loop.run_until_complete(story())
         assert loop.errors == []
+        return answer
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()

@@ -400,7 +400,7 @@ def test_closing_an_iterator_or_the_client_ends_what_is_open():
     client = Client("http://gateway", transport=httpx.MockTransport(answer))
     (thread,) = set(threading.enumerate()) - before
     asyncio.run(leave(client))
-    assert ended.acquire(timeout=10)
+    assert ended.acquire(timeout=60)
 
     async def closed_meanwhile():
         call = asyncio.ensure_future(client.open().generate((1,)))
@@ -409,7 +409,7 @@ def test_closing_an_iterator_or_the_client_ends_what_is_open():
         await asyncio.gather(call, return_exceptions=True)
         return call
 
-    assert asyncio.run(closed_meanwhile()).cancelled() and ended.acquire(timeout=10)
+    assert asyncio.run(closed_meanwhile()).cancelled() and ended.acquire(timeout=60)
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         client.weight_info_blocking()

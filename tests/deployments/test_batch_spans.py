@@ -262,9 +262,9 @@ def collector(forward_to: str, folder: Path):
                "--pid-file", str(folder / "pid"), "--log-file", str(folder / "log")]  # fmt: skip
     process = subprocess.Popen(command, stdout=(folder / "out").open("w"), stderr=subprocess.STDOUT)
     try:
-        for _ in range(100):
+        for _ in range(600):
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30)
             except urllib.error.HTTPError:
                 break
             except OSError:
@@ -273,11 +273,11 @@ def collector(forward_to: str, folder: Path):
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def received(requests: list[ExportTraceServiceRequest], spans: int) -> list[tuple[str, bytes]]:
-    for _ in range(300):
+    for _ in range(1_200):
         found = sorted(one for request in list(requests) for one in sorted_spans(request))
         if len(found) >= spans:
             return found
@@ -304,7 +304,7 @@ def test_a_collector_takes_the_file_of_a_run(tmp_path, spans):
     with receiver() as (address, requests), collector(address, tmp_path) as agent:
         data = json.dumps(traces_data(spans)).encode()
         sent = urllib.request.Request(f"{agent}/v1/traces", data, {"content-type": "application/json"})
-        assert urllib.request.urlopen(sent, timeout=30).status == 200
+        assert urllib.request.urlopen(sent, timeout=120).status == 200
         assert received(requests, 11) == sorted_spans(as_message(traces_data(spans)))
 
 

@@ -72,8 +72,8 @@ class Shard:
     def _exchange(self, writer: str, packet: Packet, wants) -> Ref:
         pieces = [(p.group, p.sample_index, p.start, p.tokens.tolist()) for p in packet.pieces()]
         self.exchanged.append((writer, pieces, [want.group for want in wants]))
-        if self.fails:
-            return Ref(self.fails.pop(0))
+        if fails := self.fails:  # a test may give others meanwhile
+            return Ref(fails.pop(0))
         news, cursors = self.live.fetch(writer, wants, 0.0)
         self.live.append(writer, packet, 0.0)
         return Ref((news, cursors))
@@ -302,13 +302,14 @@ def test_history_that_failed_is_asked_again_and_a_defect_is_not(made):
 def test_the_oldest_tokens_go_where_a_shard_is_away_for_long(made):
     shard = Shard()
     client = made(shard, unsent_tokens=4)
-    shard.fails = [TimeoutError("late")] * 3
+    shard.fails = [TimeoutError("late")] * 100_000
     client.hold(GROUP)
     for start in range(0, 12, 3):
         client.append(GROUP, start, 0, [start] * 3)
-    until(lambda: not shard.fails and client.counts().get("sent_tokens"))
-    dropped = client.counts()["dropped_tokens"]
-    assert dropped >= 3 and dropped % 3 == 0 and sent(shard)[-1][1] == 9
+    until(lambda: client.counts().get("dropped_tokens", 0) == 9)
+    shard.fails = []
+    until(lambda: client.counts().get("sent_tokens"))
+    assert client.counts()["dropped_tokens"] == 9 and sent(shard)[-1][1] == 9
 
 
 def test_each_group_is_exchanged_with_its_own_shard(made):
@@ -347,10 +348,11 @@ def test_an_answer_for_another_number_of_groups_is_counted_and_not_used(made):
 def test_an_engine_looks_seldom(made, monkeypatch):
     looks, listen = [], ShardExchange._listen
     monkeypatch.setattr(ShardExchange, "_listen", lambda self: looks.append(1) or listen(self))
-    client = made(Shard(), flush_s=0.01)
+    began_s, client = time.monotonic(), made(Shard(), flush_s=0.01)
     client.hold(GROUP)
-    time.sleep(0.05)
-    assert 1 <= len(looks) < 50, "it would look thousands of times without a pause"
+    until(lambda: len(looks) > 5)
+    most = len(looks)
+    assert most < 5 + (time.monotonic() - began_s) / 0.01, "it would look thousands of times without a pause"
 
 
 def test_a_closed_client_ends_its_threads(made):

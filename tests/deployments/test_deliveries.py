@@ -54,7 +54,7 @@ async def settled() -> None:
 
 
 def run(scenario) -> None:
-    asyncio.run(asyncio.wait_for(scenario(Desk()), 5.0))
+    asyncio.run(asyncio.wait_for(scenario(Desk()), 60.0))
 
 
 def test_groups_come_once_each_and_the_batch_is_forgotten():

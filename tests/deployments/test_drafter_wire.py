@@ -92,7 +92,7 @@ class Drafter:
         self.peer = None
 
     def hear(self) -> list:
-        assert self.socket.poll(10_000)
+        assert self.socket.poll(60_000)
         self.peer, frame = self.socket.recv_multipart()
         return decode(frame)
 

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from virtual_story import play_in
 
 from tailrace.deployments.coordinator import kv_pool_manager
 from tailrace.deployments.coordinator.kv_pool_manager import MAX_GONE, SUMMED_REPLICAS, KvPoolManager
 from tailrace.kvpool.keys import NAME_BYTES
 from tailrace.kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
+from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.policies.protocol.actions import ReleaseCause, ReleaseKv
 from tailrace.policies.protocol.events import KvLost
 
@@ -66,7 +68,7 @@ def test_whatever_goes_wrong_in_the_pool_is_a_count(error):
         working.cancel()
         return manager.view(), events
 
-    view, events = asyncio.run(polled())
+    view, events = play_in(VirtualLoop(), polled)
     assert events == [] and view.counts["retire_failed"] == 1
     assert view.problem.startswith(type(error).__name__)
 
@@ -107,7 +109,7 @@ def played(master, play) -> None:
         await asyncio.sleep(0)
         working.cancel()
 
-    asyncio.run(story())
+    play_in(VirtualLoop(), story)
 
 
 def test_a_release_before_the_first_report_is_done_once_the_prefix_is_known():
@@ -124,7 +126,7 @@ def test_a_release_before_the_first_report_is_done_once_the_prefix_is_known():
         working.cancel()
         return master.calls
 
-    assert asyncio.run(story()) == [("release", [1, 2, 3])]
+    assert play_in(VirtualLoop(), story) == [("release", [1, 2, 3])]
 
 
 def batch_of(prompt: np.ndarray, *samples: tuple[int, ...]) -> SimpleNamespace:

@@ -282,7 +282,7 @@ def test_of_two_replicas_of_a_node_one_pulls_at_a_time(store, here, there):
         pulling.start()
         pulling.join(0.05)
         assert pulling.is_alive() and store.opened == opened, "another one holds the lock"
-    pulling.join(10.0)
+    pulling.join(60.0)
     assert folders == [slot_of(source, here)]
 
 

@@ -97,7 +97,7 @@ class ScoredEngines(Engines):
 
 def run(scenario, *replicas: str) -> None:
     engines = ScoredEngines(*replicas)
-    asyncio.run(asyncio.wait_for(scenario(Weights(engines, at_once), engines), 5.0))
+    asyncio.run(asyncio.wait_for(scenario(Weights(engines, at_once), engines), 60.0))
 
 
 def test_an_update_names_the_replica_that_is_set_aside_and_has_it_load_again():

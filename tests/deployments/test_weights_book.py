@@ -67,7 +67,7 @@ async def at_once() -> None:
 
 def run(scenario, *replicas: str) -> None:
     engines = Engines(*replicas)
-    asyncio.run(asyncio.wait_for(scenario(Weights(engines, before=at_once), engines), 5.0))
+    asyncio.run(asyncio.wait_for(scenario(Weights(engines, before=at_once), engines), 60.0))
 
 
 def test_an_update_reaches_every_replica_and_may_be_repeated():

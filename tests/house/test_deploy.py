@@ -236,8 +236,8 @@ def slurm(allocation, *driver: str) -> subprocess.CompletedProcess:
 
 
 def test_a_job_starts_every_node_once_with_its_own_token_and_leaves_nothing(allocation, tmp_path):
-    driver = 'echo "driver at $RAY_ADDRESS, $RAY_AUTH_MODE"; until [ -e $FAKE/args.three ]; do sleep 0.05; done; exit 3'
-    done = slurm(allocation, "bash", "-c", driver)
+    all_run = 'for node in $FAKE_NODES; do until [ -e "$FAKE/args.$node" ]; do sleep 0.05; done; done'
+    done = slurm(allocation, "bash", "-c", f'echo "driver at $RAY_ADDRESS, $RAY_AUTH_MODE"; {all_run}; exit 3')
     assert done.returncode == 3, done.stderr
     assert "driver at one.address:24567, token" in done.stdout
     ended = {node: (tmp_path / f"ended.{node}").read_text() for node in NODES}

@@ -1,12 +1,15 @@
 """Laws of stores that leave: all that can move does, the last one stays, and whatever is lost is counted."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from virtual_story import play_in
 
 from tailrace.kvpool import departures
 from tailrace.kvpool.departures import Departures
 from tailrace.kvpool.status import PoolDown
+from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
 
 class Pool:
@@ -36,6 +39,13 @@ class Pool:
         return len(keys)
 
 
+def play(story, monkeypatch) -> None:
+    """In virtual time: a stall of the machine is none of a move's."""
+    loop = VirtualLoop()
+    monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=loop.time))
+    play_in(loop, story)
+
+
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     monkeypatch.setattr(departures, "LOOK_S", 0.005)
@@ -49,7 +59,7 @@ async def until_gone(leaving: Departures, *segments: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_all_keys_are_elsewhere_before_a_store_ends():
+def test_all_keys_are_elsewhere_before_a_store_ends(monkeypatch):
     async def work():
         pool = Pool(a={"1", "2", "3"}, b={"4"}, c=set())
         leaving = Departures(pool.up)
@@ -58,10 +68,10 @@ def test_all_keys_are_elsewhere_before_a_store_ends():
         assert (leaving.counts["handed_keys"], leaving.counts["handed_bytes"]) == (3, 300)
         assert (leaving.counts["left_stores"], leaving.counts["lost_keys"]) == (1, 0)
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
-def test_a_key_that_cannot_move_holds_nothing_up_and_is_counted():
+def test_a_key_that_cannot_move_holds_nothing_up_and_is_counted(monkeypatch):
     async def work():
         pool = Pool(a={"1", "2"}, b=set())
         pool.stuck = {"2"}
@@ -69,10 +79,10 @@ def test_a_key_that_cannot_move_holds_nothing_up_and_is_counted():
         await asyncio.wait_for(until_gone(leaving, "a"), 10)
         assert (leaving.counts["handed_keys"], leaving.counts["lost_keys"]) == (1, 1)
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
-def test_the_last_store_stays_while_it_has_a_key():
+def test_the_last_store_stays_while_it_has_a_key(monkeypatch):
     async def work():
         pool = Pool(a={"1"}, b={"2"})
         leaving = Departures(pool.up)
@@ -82,10 +92,10 @@ def test_the_last_store_stays_while_it_has_a_key():
         pool.places["b"].clear()
         await asyncio.wait_for(until_gone(leaving, "b"), 10)
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
-def test_a_store_whose_engines_are_back_stays():
+def test_a_store_whose_engines_are_back_stays(monkeypatch):
     async def work():
         pool = Pool(a={"1"}, b=set())
         pool.stuck = {"1"}
@@ -98,10 +108,10 @@ def test_a_store_whose_engines_are_back_stays():
         assert not leaving.counts["left_stores"]
         await leaving.stop()
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
-def test_a_master_that_is_away_is_asked_again():
+def test_a_master_that_is_away_is_asked_again(monkeypatch):
     async def work():
         pool = Pool(a={"1"}, b=set())
         pool.down = True
@@ -112,10 +122,10 @@ def test_a_master_that_is_away_is_asked_again():
         await asyncio.wait_for(until_gone(leaving, "a"), 10)
         assert pool.places["b"] == {"1"}
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
-def test_a_store_that_comes_back_and_leaves_again_is_counted_again():
+def test_a_store_that_comes_back_and_leaves_again_is_counted_again(monkeypatch):
     async def work():
         pool = Pool(a={"1"}, b=set(), c=set())
         leaving = Departures(pool.up)
@@ -126,7 +136,7 @@ def test_a_store_that_comes_back_and_leaves_again_is_counted_again():
         await asyncio.wait_for(until_gone(leaving, "a"), 10)
         assert leaving.counts["left_stores"] == 3 and pool.places["c"] == {"1", "2"}
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
 def test_keys_are_shared_out_to_the_stores_that_stay_and_asked_for_once(monkeypatch):
@@ -150,10 +160,10 @@ def test_keys_are_shared_out_to_the_stores_that_stay_and_asked_for_once(monkeypa
         assert sorted(len(keys) for _, keys in of_a) == [2, 3] and {segment for segment, _ in of_a} == {"b", "c"}
         assert sorted(key for _, keys in of_a for key in keys) == ["1", "2", "3", "4", "5"]
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
-def test_an_ended_store_may_end_however_often_it_asks_and_counts_once():
+def test_an_ended_store_may_end_however_often_it_asks_and_counts_once(monkeypatch):
     async def work():
         pool = Pool(a={"1"}, b=set())
         leaving = Departures(pool.up)
@@ -162,7 +172,7 @@ def test_an_ended_store_may_end_however_often_it_asks_and_counts_once():
         assert leaving.counts["left_stores"] == 1
         assert not leaving.see("a", leaving=False) and not leaving.see("b", leaving=False)
 
-    asyncio.run(work())
+    play(work, monkeypatch)
 
 
 def test_the_time_for_moves_begins_once_another_store_is_there(monkeypatch):
@@ -179,4 +189,4 @@ def test_the_time_for_moves_begins_once_another_store_is_there(monkeypatch):
         await asyncio.wait_for(until_gone(leaving, "a"), 10)
         assert leaving.counts["lost_keys"] == 1 and leaving.counts["hand_over_ms"] >= 50
 
-    asyncio.run(work())
+    play(work, monkeypatch)

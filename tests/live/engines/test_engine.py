@@ -4,12 +4,11 @@ Two engines in this process: `roomy`, plain, with KV for everybody; `cramped`, w
 and has so little KV that vLLM must preempt.
 """
 
-import time
 from queue import Queue
 
 import numpy as np
 import pytest
-from engine_answers import run
+from engine_answers import ANSWER_S, held, run
 from waiting import until
 
 from tailrace.deployments.engine.runner import EngineRunner
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.live
 
 TOKENS = 48
 LONG = 200
-"""Tokens of a chunk that is to be aborted: at 4 ms each there is time for it."""
+"""Tokens of a chunk that is to be aborted."""
 
 WORDS = np.array([504, 2365, 355, 260, 4052, 314, 253, 1568, 282, 260, 1004, 28], np.int32)
 SAMPLINGS = [
@@ -137,7 +136,11 @@ def test_chunk_size_changes_nothing(roomy, alone, sample):
 
 
 def test_drafts_and_preemptions_change_nothing(cramped, alone):
-    results = run(cramped, *map(chunk, SAMPLES))
+    boxes = [Queue() for _ in SAMPLES]
+    with held(cramped):  # together they have more KV than there is
+        for sample, box in zip(SAMPLES, boxes, strict=True):
+            cramped.submit(chunk(sample), box.put)
+    results = [box.get(timeout=ANSWER_S) for box in boxes]
     for got, expected in zip(results, alone, strict=True):
         assert_same(arrays(got), expected)
     assert sum(result.drafted_tokens for result in results) > sum(result.accepted_tokens for result in results) > 0
@@ -163,11 +166,11 @@ def test_a_context_seen_before_is_found_in_the_cache(roomy, alone):
 def test_an_abort_keeps_the_tokens_so_far(roomy, alone):
     (sample,) = [sample for sample in SAMPLES if alone[sample].end is ChunkEnd.LENGTH][:1]
     box = Queue()
-    roomy.submit(chunk(sample, chunk_id="aborted", max_tokens=LONG), box.put)
-    while box.empty() and roomy.stats().running.get("aborted", 0) < 4:
-        time.sleep(0.001)
-    roomy.abort("aborted")
-    result = box.get(timeout=60)
+    with held(roomy, lambda: roomy._stepper.stats().running.get("aborted", 0) >= 4) as waits:
+        roomy.submit(chunk(sample, chunk_id="aborted", max_tokens=LONG), box.put)
+        assert waits.wait(ANSWER_S)
+        roomy.abort("aborted")
+    result = box.get(timeout=ANSWER_S)
     assert result.end is ChunkEnd.ABORTED and 4 <= len(result.token_ids) < LONG
     count = min(TOKENS, len(result.token_ids))
     np.testing.assert_array_equal(result.token_ids[:count], alone[sample].token_ids[:count])
@@ -176,11 +179,15 @@ def test_an_abort_keeps_the_tokens_so_far(roomy, alone):
 
 def test_an_abort_before_the_first_token_and_of_nobody(roomy):
     roomy.abort("nobody")
-    box = Queue()
-    roomy.submit(chunk(0, chunk_id="early"), box.put)
-    roomy.abort("early")
-    result = box.get(timeout=60)
-    assert result.end is ChunkEnd.ABORTED and len(result.logprobs) == len(result.token_ids) < TOKENS
+    box, other = Queue(), Queue()
+    with held(roomy) as waits:
+        roomy.submit(chunk(1), other.put)
+        assert waits.wait(ANSWER_S)
+        roomy.submit(chunk(0, chunk_id="early"), box.put)
+        roomy.abort("early")
+    result = box.get(timeout=ANSWER_S)
+    assert result.end is ChunkEnd.ABORTED and len(result.logprobs) == len(result.token_ids) == 0
+    assert other.get(timeout=ANSWER_S).end is not ChunkEnd.ABORTED
 
 
 @pytest.mark.parametrize("engine_name", ["roomy", "cramped"])

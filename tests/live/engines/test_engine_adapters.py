@@ -9,7 +9,7 @@ from queue import Queue
 
 import numpy as np
 import pytest
-from engine_answers import run
+from engine_answers import ANSWER_S, held, run
 from made_adapters import make_adapter, merged
 
 from tailrace.deployments.engine.runner import EngineRunner
@@ -157,10 +157,11 @@ def test_a_folder_with_another_content_is_refused_and_harms_none(engine, adapter
 
 def test_a_waiting_chunk_can_be_aborted(engine, adapters, alone):
     boxes = [Queue() for _ in NAMES[1:]]
-    for name, box in zip(NAMES[1:], boxes, strict=True):
-        engine.submit(chunk(adapters[name]), box.put)
-    engine.abort(chunk(adapters["judge"]).chunk_id)
-    *whole, aborted = [box.get(timeout=120) for box in boxes]
+    with held(engine):
+        for name, box in zip(NAMES[1:], boxes, strict=True):
+            engine.submit(chunk(adapters[name]), box.put)
+        engine.abort(chunk(adapters["judge"]).chunk_id)
+    *whole, aborted = [box.get(timeout=ANSWER_S) for box in boxes]
     assert aborted.end is ChunkEnd.ABORTED
     for name, result in zip(NAMES[1:], whole, strict=False):
         assert_same(result, alone[name, 0])

@@ -3,8 +3,8 @@
 One engine in this process that drafts by n-gram look-up. Chunks of one token verify no drafts: they are the reference.
 """
 
-import time
 from base64 import b64decode
+from itertools import count
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineCon
 BLOCK, AT, TOKENS = 32, 70, 40
 """The image begins in the prompt's third block of KV."""
 PROMPT = np.array([*([7, 30, 7, 41, 9] * 14), *([IMAGE_ID] * IMAGE_TOKENS), *range(11, 41)], np.int32)
+NUMBERS = count()
 DRAWS = {"random": SamplingParams(ignore_eos=True), "greedy": SamplingParams(temperature=0.0, ignore_eos=True)}
 
 
@@ -43,7 +44,7 @@ def of(given: dict | None) -> PromptFeatures | None:
 
 def chunk(image: dict | None, done=(), max_tokens: int = TOKENS, draw: str = "random", **changes) -> ChunkRequest:
     values = {
-        "chunk_id": f"{time.monotonic_ns()}",
+        "chunk_id": f"c{next(NUMBERS)}",
         "sample_key": sample_key(7, 0, "p", 0),
         "token_ids": np.concatenate([PROMPT, np.asarray(done, np.int32)]),
         "prompt_tokens": len(PROMPT),

@@ -49,7 +49,8 @@ def pool():
     started, ended = Future(), threading.Event()
 
     async def stay() -> None:
-        async with running_pool(PoolConfig(dram_gib=0.3, retry_s=0.005)) as pool:
+        late = dict.fromkeys(("lookup_deadline_s", "load_deadline_s", "save_deadline_s"), 60)  # else computed again
+        async with running_pool(PoolConfig(dram_gib=0.3, retry_s=0.005, **late)) as pool:
             started.set_result(pool.endpoint)
             await asyncio.to_thread(ended.wait)
 

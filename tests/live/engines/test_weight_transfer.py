@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import os
 from dataclasses import dataclass
 from threading import Event
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 from tailrace.deployments.staging.slots import Slots, memory_source, slot_of
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
-SERVICE = "transfer-test"
+SERVICE = f"transfer-test-{os.getpid()}"
 
 
 @dataclass

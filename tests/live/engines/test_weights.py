@@ -5,13 +5,13 @@ One engine alive at a time: first one started on the other weights, for what is 
 
 import re
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
 import numpy as np
 import pytest
+from engine_answers import ANSWER_S, held
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
@@ -129,18 +129,18 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on(engine, old, tiny_model,
 
 def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_theirs(engine, old, new, other_tiny_weights):
     log = Queue()  # what ended, in order
-    for sample in SAMPLES:
-        engine.submit(chunk(sample), lambda result: log.put(("old", result)))
-    while log.empty() and max(engine.stats().running.values(), default=0) < 4:
-        time.sleep(0.001)
-    loaded = engine.ask(LoadWeights(1, str(other_tiny_weights)))
-    loaded.add_done_callback(lambda done: log.put(("loaded", done)))
-    for sample in SAMPLES:
-        engine.submit(chunk(sample, weights_version=1), lambda result: log.put(("new", result)))
-    engine.submit(chunk(0, chunk_id="aborted", weights_version=1), lambda result: log.put(("aborted", result)))
-    engine.abort("aborted")
-    engine.submit(chunk(0, chunk_id="late"), lambda result: log.put(("late", result)))
-    ended = [log.get(timeout=120) for _ in range(len(SAMPLES) * 2 + 3)]
+    with held(engine, lambda: max(engine._stepper.stats().running.values(), default=0) >= 4) as waits:
+        for sample in SAMPLES:
+            engine.submit(chunk(sample), lambda result: log.put(("old", result)))
+        assert waits.wait(ANSWER_S)
+        loaded = engine.ask(LoadWeights(1, str(other_tiny_weights)))
+        loaded.add_done_callback(lambda done: log.put(("loaded", done)))
+        for sample in SAMPLES:
+            engine.submit(chunk(sample, weights_version=1), lambda result: log.put(("new", result)))
+        engine.submit(chunk(0, chunk_id="aborted", weights_version=1), lambda result: log.put(("aborted", result)))
+        engine.abort("aborted")
+        engine.submit(chunk(0, chunk_id="late"), lambda result: log.put(("late", result)))
+    ended = [log.get(timeout=ANSWER_S) for _ in range(len(SAMPLES) * 2 + 3)]
     names = [name for name, _ in ended]
     assert set(names[: len(SAMPLES)]) == {"old"} and names[len(SAMPLES)] == "loaded" and loaded.result() is None
     for name, expected in (("old", old), ("new", new)):
@@ -174,7 +174,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_continues_with_the_same
     awake, box = resident_mib(), Queue()
     engine.submit(chunk(0, chunk_id="in flight"), box.put)
     engine.ask(FallAsleep()).result(timeout=60)
-    assert_same(arrays(box.get(timeout=1)), old[0])
+    assert_same(arrays(box.get_nowait()), old[0])
     assert engine.stats().asleep == TAGS and engine.stats().weights_digest == digest
     assert resident_mib() < awake - 265, "its weights have 25 MiB, and its KV 256"
     (refused,) = run(engine, chunk(0))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from engine_answers import run
 
 from tailrace.deployments.engine.runner import EngineRunner
@@ -90,7 +91,16 @@ def test_bits_are_those_of_any_batch_chunks_and_drafts(windowed, drafting):
             assert in_pieces(windowed, sample, 7, forget) == (wanted[sample][0], wanted[sample][2])
 
 
-def test_without_windows_bits_depend_on_the_batch(lawful):
+def test_the_comparison_sees_a_product_whose_bits_depend_on_the_batch(lawful):
+    model = lawful._stepper._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+    projection = model.model.layers[1].self_attn.qkv_proj
+    product = projection.cpu_linear
+
+    def otherwise(*arguments):  # not all processors' products do so by themselves
+        found = product(*arguments)
+        return found if len(found) == 1 else (found.view(torch.int16) ^ 1).view(torch.bfloat16)
+
+    projection.cpu_linear = otherwise
     assert bits(run(lawful, *map(chunk, SAMPLES))) != alone(lawful)
 
 

@@ -18,6 +18,12 @@ from tailrace.deployments.messages.rollout import PromptGroup, Rejected, Rollout
 pytestmark = pytest.mark.live
 
 
+@pytest.fixture(autouse=True)
+def _looks_that_cost_nothing(monkeypatch):
+    """A look's cost is of this processor, and would delay the next one here, too: tests/deployments/test_feed.py."""
+    monkeypatch.setattr("tailrace.deployments.feed.feed.LOOKS_SHARE", float("inf"))
+
+
 def batch(name: str = "b", samples: int = 4, max_tokens: int = 400) -> RolloutBatch:
     group = PromptGroup(prompt_id="sky", token_ids=(5, 6, 7), samples=samples, max_tokens=max_tokens)
     return RolloutBatch(batch_id=name, groups=(group,))

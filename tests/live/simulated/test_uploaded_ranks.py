@@ -81,7 +81,7 @@ def site(tmp_path, monkeypatch):
 
     def rank(number, held, version=5, **more):
         try:
-            return weights.publish_blocking(version, held, number, 2, **({"timeout_s": 20} | more))
+            return weights.publish_blocking(version, held, number, 2, **({"timeout_s": 120} | more))
         except Exception as error:  # noqa: BLE001 - compared by the test
             return error
 
@@ -151,7 +151,7 @@ def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reaso
         return send(self, method, path, damage(bytes(data)) if damaged else data, kind)
 
     monkeypatch.setattr(HttpWeights, "_send", sends)
-    found = site.all_ranks(*both(timeout_s=3))
+    found = site.all_ranks(*both())
     assert all(isinstance(one, WeightsRejected) for one in found) and site.client.loads == []
     assert reason in str(found[1]) and "\n" not in str(found[1])
     assert "rank 1" in str(found[0]) and str(found[0]).count("weights 5: ") <= 1, "the other rank hears it, too"

@@ -7,7 +7,6 @@ seconds.
 import asyncio
 import os
 import signal
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from waiting import until
 
 from tailrace.app.calls import publishing_rank
 from tailrace.app.calls.refused import accepted
@@ -30,8 +30,8 @@ from tailrace.deployments.messages.pieces import PublishPhase
 from tailrace.deployments.staging.piece_files import PieceFiles
 from tailrace.deployments.staging.slots import Slots
 
-TIMEOUT_S = {True: 6.0, False: 60.0}
-"""Limit of the ranks, by whether one of them dies: the machine may be busy."""
+TIMEOUT_S = {None: 120.0, "before": 3.0, "manifest": 15.0, "staging": 15.0, "staged": 15.0, "load": 60.0}
+"""Limit of the ranks, by where one of them dies: a busy machine has it for all before, and a test waits for it."""
 
 
 def die(*_) -> None:
@@ -61,8 +61,7 @@ class WireClient:
         with Client(self._address, authkey=b"test") as line:
             line.send((os.getpid(), phase, *rest))
             if self._death == "staged" and phase is PublishPhase.STAGED:
-                time.sleep(0.5)
-                die()
+                die()  # what was sent arrives
             return line.recv()
 
 
@@ -142,7 +141,7 @@ def gathered(layout: str, held, rank: int, world: int) -> dict:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What all ranks of a trainer know. `address`: of the service. `mortal`: whether one of them dies.
+    """What all ranks of a trainer know. `address`: of the service. `death`: the rank that dies, and where, or None.
 
     The whole tensors of each layout, gathered for the test alone, are saved in `root`, and so is what a rank says.
     """
@@ -152,14 +151,24 @@ class Ranks:
     address: str
     root: Path
     layouts: tuple[str, ...]
-    mortal: bool
+    death: tuple[int, str] | None
 
     def said(self, rank: int) -> Path:
         return self.root / f"rank-{rank}.txt"
 
+    @property
+    def timeout_s(self) -> float:
+        return TIMEOUT_S[self.death and self.death[1]]
 
-def main(ranks: Ranks, rank: int, death: str | None) -> None:
-    """Publishes each layout. `death`: where this rank dies."""
+    def let_the_first_lead(self) -> None:
+        """Returns once rank 0 has begun the slot, unless it is dead by then."""
+        if self.death != (0, "before"):
+            until(Slots("app-0", self.root).part.exists, self.timeout_s)
+
+
+def main(ranks: Ranks, rank: int) -> None:
+    """Publishes each layout, or dies."""
+    death = ranks.death[1] if ranks.death is not None and ranks.death[0] == rank else None
     publishing_rank.Slots = lambda service: Slots(service, ranks.root)
     publishing.this_node = lambda: "here"
     torch.set_num_threads(1)
@@ -174,13 +183,13 @@ def main(ranks: Ranks, rank: int, death: str | None) -> None:
     for number, layout in enumerate(ranks.layouts, 1):
         held = held_by(layout, rank, ranks.world)
         dist.barrier()
-        if rank:
-            time.sleep(0.5)  # rank 0 leads
         if death == "before":
             die()
+        if rank:
+            ranks.let_the_first_lead()
         with ranks.said(rank).open("a") as said:
             try:
-                loaded = publishing.publish(number, held, client=client, timeout_s=TIMEOUT_S[ranks.mortal])
+                loaded = publishing.publish(number, held, client=client, timeout_s=ranks.timeout_s)
                 print(f"loaded {loaded.version} {loaded.digest}", file=said)
             except ValueError as error:
                 print(f"refused {error}", file=said, flush=True)

@@ -29,18 +29,19 @@ PROMPTS = [f"Count to {number}:" for number in range(6)]
 
 
 class AsyncStandIn(StandIn):
-    """The coroutines of a client over the same model. `slow`: prompt ids that are answered after the others. `begun`:
-    the version of the weights at the begin of each batch.
+    """The coroutines of a client over the same model. `slow`: prompt ids that are answered `slow_s` later than the
+    others. `begun`: the version of the weights at the begin of each batch.
     """
 
-    def __init__(self, model, slow=()):
+    def __init__(self, model, slow=(), slow_s=0.3):
         super().__init__(model)
+        self.slow_s = slow_s
         self.slow, self.cancelled, self.rewards, self.begun = set(slow), [], [], []
 
     async def rollout(self, batch):
         self.begun.append(self.version)
         try:
-            await asyncio.sleep(0.3 if batch.groups[0].prompt_id in self.slow else 0)
+            await asyncio.sleep(self.slow_s if batch.groups[0].prompt_id in self.slow else 0)
             for group in await asyncio.to_thread(lambda: list(self.rollout_blocking(batch))):
                 yield group
         except asyncio.CancelledError:
@@ -145,7 +146,7 @@ def test_a_reward_that_raises_ends_training_with_its_reason_and_cancels_what_is_
     def broken(completions, **_):
         raise ZeroDivisionError("no letters")
 
-    service = AsyncStandIn(small_model, slow={"2", "3"})
+    service = AsyncStandIn(small_model, slow={"2", "3"}, slow_s=3600)
     trainer = trainer_of(small_model, tmp_path, service, rewards=broken)
     with pytest.raises(Failed, match=r"^the reward function broken has failed: ZeroDivisionError: no letters$"):
         trainer.train()

@@ -130,13 +130,21 @@ def printed(script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+PR_SET_THP_DISABLE = 41
+"""A call of Linux, by the number in its prctl.h."""
+
+
 def faults(keep: bool) -> list[int]:
-    """Pages that the kernel clears for each of three blocks of 64 MB, one freed before the next one is asked for."""
+    """Pages that the kernel clears for each of three blocks of 64 MB, one freed before the next one is asked for.
+
+    They are small ones: some kernels give 2 MB at a time to all that ask.
+    """
     lines = printed(f"""
 import ctypes, resource
 from tailrace.app.train.gradients.freed_memory import keep_freed_memory
 assert not {keep} or keep_freed_memory()
 libc = ctypes.CDLL(None)
+assert libc.prctl({PR_SET_THP_DISABLE}, 1, 0, 0, 0) == 0
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
