@@ -160,13 +160,13 @@ def test_the_pool_can_be_drained_under_way(client):
     async def both():
         while await keys() != 0:  # those of an earlier test are swept while nothing is in flight
             await asyncio.sleep(0.05)
-        rolling = asyncio.create_task(roll(client, batch("drained", max_tokens=LONG_TOKENS), moving()))
+        rolling = asyncio.create_task(roll(client, batch("drained", max_tokens=LONG_TOKENS // 2), moving()))
         while not await keys():
             await asyncio.sleep(0.05)
         return await client.drain_pool(), await rolling
 
     removed, groups = run(both())
-    again = run(roll(client, batch("drained-not", max_tokens=LONG_TOKENS), moving()))
+    again = run(roll(client, batch("drained-not", max_tokens=LONG_TOKENS // 2), moving()))
     assert removed > 0
     assert {n: g.samples[0].token_ids for n, g in groups.items()} == {
         n: g.samples[0].token_ids for n, g in again.items()
