@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -15,6 +14,7 @@ import yaml
 from waiting import until
 
 from tailrace.deployments.metrics.metric import Metric
+from tailrace.kvpool.programs import free_port
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "monitoring"
@@ -51,9 +51,7 @@ def configuration(targets: list[str], folder: Path, interval: str) -> dict:
 def running(folder: Path, config: Mapping) -> Iterator[str]:
     """Its address. `folder`: for its file and its data, which may hold some."""
     (folder / "prometheus.yml").write_text(yaml.safe_dump(dict(config)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     words = ("--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{port}", "--storage.tsdb.path=data")
     with (folder / "log").open("w") as log:
         process = subprocess.Popen((program("prometheus"), *words), cwd=folder, stderr=log)

@@ -3,7 +3,8 @@
 import time
 from pathlib import Path
 
-WAIT_S = 60.0
+WAIT_S = 300.0
+"""What takes longer hangs: an actor of Ray's that starts again takes a minute where two services share two cores."""
 
 
 def until(look, wait_s: float = WAIT_S):

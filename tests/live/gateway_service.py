@@ -1,6 +1,5 @@
 """A service of the tiny model with a gateway that wants tokens, for tests of its clients."""
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from tailrace.app.cluster import service
 from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, load_config, with_engine
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.deployments.staging.slots import service_name
+from tailrace.kvpool.programs import free_port
 from tailrace.policies.families.registry import Policies
 
 PROMPT = (5, 300, 7, 41)
@@ -34,9 +34,7 @@ def gateway(
     """Its address, and a client by Ray. `folder`: for the file of tokens. `changes`: of its GatewayConfig."""
     tokens = folder / "tokens"
     tokens.write_text("# of the tests\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")  # of those that no process is given unasked while the service starts
     settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": max_model_len, "vllm_args": vllm_args or {}}
     file = with_engine(load_config(FILE), settings)
     usual = {"max_body_bytes": 20_000, "tool_parser": "hermes", "port": port}
@@ -44,8 +42,16 @@ def gateway(
     application = GatewayApplication(args=config)
     with service(file.model_copy(update={"applications": (file.application, application)}), None) as client:
         url = f"http://127.0.0.1:{port}"
-        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        until(lambda: is_healthy(url))
         yield url, client
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the gateway answers that it is; it starts beside the service, not before it."""
+    try:
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def slots_service() -> str:
@@ -61,7 +67,7 @@ def slots(service: str) -> list[str]:
 
 
 def caller(url: str, role: str) -> httpx.Client:
-    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKENS[role]}"}, timeout=120)
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKENS[role]}"}, timeout=300)
 
 
 def asked(http: httpx.Client, index: int, **changes) -> dict:

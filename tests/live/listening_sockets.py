@@ -18,6 +18,7 @@ ROLES = {
     r"ray::DashboardAgent": "dashboard agent",
     r"ray::RuntimeEnvAgent": "runtime env agent",
     r"ray::IDLE": "idle worker",
+    r"default_worker\.py": "idle worker",  # one that starts
     r"ray::ServeController": "serve controller",
     r"ray::ServeReplica:\w+:Coordinator": "coordinator",
     r"ray::ServeReplica:\w+:Engine": "engine",
@@ -44,7 +45,10 @@ class Sockets(NamedTuple):
 
 
 def role_of(process: psutil.Process) -> str:
-    words = [Path(word).name for word in process.cmdline()[:4] if not word.startswith("-")]
+    try:
+        words = [Path(word).name for word in process.cmdline()[:4] if not word.startswith("-")]
+    except psutil.NoSuchProcess:  # no others end while a service runs
+        return "idle worker"
     for pattern, role in ROLES.items():
         if any(re.match(pattern, word) for word in words):
             return role

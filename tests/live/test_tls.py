@@ -3,12 +3,13 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tailrace.kvpool.programs import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tls.md"
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -37,14 +38,12 @@ def certificates(folder: Path) -> dict[str, str]:
 def head(tmp_path_factory):
     """Address of a head with TLS, and the variables of its certificates."""
     ours = certificates(tmp_path_factory.mktemp("tls") / "ours")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     arguments = (RAY, "start", "--head", "--block", "--num-cpus=1", "--include-dashboard=false", f"--port={port}")
     process = subprocess.Popen(arguments, env=os.environ | ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     yield f"127.0.0.1:{port}", ours
     process.terminate()
-    process.wait(60)
+    process.wait(300)
 
 
 def driver(address: str, variables: dict[str, str], wait_s: float) -> subprocess.CompletedProcess | None:

@@ -13,7 +13,7 @@ def test_both_runs_make_the_same_samples_and_a_page(client, tmp_path):
     prompts = [PromptGroup(prompt_id=name, text=f"A story of {name}:", samples=2, max_tokens=48) for name in "abcd"]
     heard = []
     policies = policies_of(load_config())
-    runs = asyncio.run(asyncio.wait_for(roll_out(client, policies, prompts, lambda *said: heard.append(said)), 300))
+    runs = asyncio.run(asyncio.wait_for(roll_out(client, policies, prompts, lambda *said: heard.append(said)), 900))
     assert heard == [(2, "static"), (3, "tailrace")]
     assert same_samples(*(one.groups for one in runs.values())) == 8
     write(tmp_path, {name: one.journal for name, one in runs.items()}, {"same_samples": 8})

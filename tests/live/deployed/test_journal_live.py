@@ -30,7 +30,7 @@ async def record(client) -> tuple[str | None, str | None, str | None]:
 
 
 def test_what_a_live_core_was_told_is_answered_alike_again(client):
-    before, written, after = asyncio.run(asyncio.wait_for(record(client), 300))
+    before, written, after = asyncio.run(asyncio.wait_for(record(client), 900))
     assert before is None and after is None, "nothing is written down unless somebody asked for it"
     journal = read_journal(written.splitlines())
     assert journal.policies.ordering.type == "remaining_first" and journal.dropped == 0

@@ -5,6 +5,7 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 
 import pytest
+from waiting import WAIT_S
 
 from tailrace.app.cli import run
 from tailrace.app.config import load_config
@@ -28,7 +29,9 @@ def runs(client, config_path):
     only = [part for name in KILLS for part in ("--only", name)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
         patch.setattr("tailrace.lab.verification.chaos.service", shared)
-        what = ["--config", str(config_path), "--samples", "2", "--max-tokens", "80", "--json", *only]
+        for limit in ("HEAL_S", "RUN_S"):
+            patch.setattr(f"tailrace.lab.verification.chaos.{limit}", WAIT_S)
+        what = ["--config", str(config_path), "--samples", "2", "--max-tokens", "160", "--json", *only]
         run(["pool", "chaos", *what])
     result = json.loads(said.getvalue().splitlines()[-1])
     assert result["samples"] == 16

@@ -23,7 +23,7 @@ def groups():
 
 def run(work):
     """A test that waits for ever says nothing."""
-    return asyncio.run(asyncio.wait_for(work, 300))
+    return asyncio.run(asyncio.wait_for(work, 900))
 
 
 async def roll(client: RolloutClient, batch: RolloutBatch, policies: Policies | None = None):

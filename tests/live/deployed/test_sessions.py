@@ -4,9 +4,11 @@ import asyncio
 from random import Random
 
 import pytest
+from waiting import until
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
+from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import SampleEnd
 
 SAMPLING = SamplingParams(temperature=0.9, top_p=0.95)
@@ -55,17 +57,21 @@ def test_a_sample_in_two_turns_has_the_tokens_that_it_has_in_one(client, split):
 
 
 def test_a_cancelled_call_and_a_deadline_end_their_samples(client):
+    """Of 3,900 tokens, one a step: no machine makes them before the deadline."""
+
     async def story() -> tuple[SampleEnd, int]:
+        await client.set_policies(Policies(drafting="off"))
         async with client.open(seed=1) as session:
-            long = {"text": "1, 2, 3, 4, 5,", "max_tokens": 900, "sampling": {"temperature": 0.0}}
+            long = {"text": "1, 2, 3, 4, 5,", "max_tokens": 3_900, "sampling": {"ignore_eos": True}}
             left = asyncio.ensure_future(session.generate(**long))
-            await asyncio.sleep(1.0)
+            while not (await client.status()).running:
+                await asyncio.sleep(0.05)
             left.cancel()
             answer = await session.generate(**long, deadline_s=2.0)
             return answer.sample.finish_reason, answer.sample.sample_index
 
-    assert asyncio.run(story()) == (SampleEnd.CANCELLED, 1)
-    assert client.status_blocking().running == 0
+    assert asyncio.run(asyncio.wait_for(story(), 900)) == (SampleEnd.CANCELLED, 1)
+    until(lambda: client.status_blocking().running == 0)
 
 
 def test_an_observer_may_not_ask_for_samples(client):

@@ -21,6 +21,11 @@ LONG_TOKENS = 2000
 """Far more than any of these tests waits for; samples of a replayed answer do not end earlier."""
 
 CHUNKS = Policies(chunking={"type": "fixed", "chunk_tokens": 24})
+UNDRAFTED = Policies(chunking=CHUNKS.chunking, drafting="off")
+"""One token a step: thousands take seconds on every machine, and a driver that has to wait for a core is in time."""
+
+KILLED_TOKENS = 300
+"""Samples whose coordinator is killed are under way for hundreds of steps."""
 
 DRIVER = """
 import asyncio, os, sys
@@ -36,7 +41,7 @@ asyncio.run(roll())
 
 def run(work):
     """A test that waits for ever says nothing."""
-    return asyncio.run(asyncio.wait_for(work, 300))
+    return asyncio.run(asyncio.wait_for(work, 900))
 
 
 def batch_of(name: str, groups: int, samples: int, max_tokens: int, forced: bool = False) -> RolloutBatch:
@@ -81,8 +86,9 @@ async def seen_tokens(client: RolloutClient, batch_id: str, tokens: int) -> None
 def test_a_batch_outlives_its_coordinator(client):
     async def killed():
         await client.set_policies(CHUNKS)
-        undisturbed = await tokens_of(client, batch_of("undisturbed", groups=3, samples=4, max_tokens=72))
-        batch = batch_of("survives", groups=3, samples=4, max_tokens=72)
+        size = {"groups": 3, "samples": 4, "max_tokens": KILLED_TOKENS}
+        undisturbed = await tokens_of(client, batch_of("undisturbed", **size))
+        batch = batch_of("survives", **size)
         killer = asyncio.create_task(kill_the_coordinator(client, batch.batch_id))
         found = await tokens_of(client, batch)
         return undisturbed, found, await killer
@@ -123,6 +129,7 @@ def answered(call):
 
 def test_leaving_the_iterator_cancels_the_batch(client):
     async def leave():
+        await client.set_policies(UNDRAFTED)
         stream = client.rollout(batch_of("left", groups=2, samples=2, max_tokens=LONG_TOKENS, forced=True))
         first = asyncio.ensure_future(anext(stream))
         await seen_tokens(client, "left", 20)

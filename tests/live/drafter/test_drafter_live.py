@@ -58,7 +58,7 @@ async def roll(client: RolloutClient, name: str, drafting, meanwhile=None, model
 @pytest.fixture(scope="module")
 def expected(client) -> list:
     """Without drafts."""
-    tokens, drafted = asyncio.run(asyncio.wait_for(roll(client, "plain", "off"), 200))
+    tokens, drafted = asyncio.run(asyncio.wait_for(roll(client, "plain", "off"), 900))
     assert not drafted
     return tokens
 
@@ -98,7 +98,7 @@ def test_chunks_are_drafted_as_the_planner_says_and_it_hears_what_came_of_it(cli
         assert slow == expected and none == 0 < drafted
         return journal
 
-    journal = asyncio.run(asyncio.wait_for(work(), 400))
+    journal = asyncio.run(asyncio.wait_for(work(), 900))
     first, all_ways = ways_of(journal)
     ended = [entry for entry in journal.entries if isinstance(entry, ChunkFinished)]
     assert len(first) == 1 and min(first).window > 0
@@ -127,4 +127,4 @@ def test_a_drafter_that_is_killed_takes_no_token_with_it_and_comes_back(client, 
         assert tokens == expected
         assert await drafting_again(client, expected) > 0
 
-    asyncio.run(asyncio.wait_for(work(), 400))
+    asyncio.run(asyncio.wait_for(work(), 900))

@@ -40,7 +40,7 @@ LAYOUTS = ["fsdp2_2", *(pytest.param(name, marks=pytest.mark.long) for name in (
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_publish_what_one_process_would_send(client, tiny_model, tmp_path, layout):
     version = client.status_blocking().weights_version + 1
-    with RankProcesses(tiny_model, layout, (version,)) as ranks:
+    with RankProcesses(tiny_model, layout, (version,), timeout_s=300.0) as ranks:
         rows = ranks.publish()
     assert {row["digest"] for row in rows} == {digest_of(tiny_model, 1, tmp_path)}
     status = client.status_blocking()

@@ -57,12 +57,13 @@ def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_ur
 
 
 def test_a_pause_holds_samples_in_flight_and_new_ones_and_changes_no_token(address, http):
-    client, settings = address[1], {"sampling_params": {"max_tokens": 240}}
+    client, settings = address[1], {"sampling_params": {"max_tokens": 480, "ignore_eos": True}}
     with ThreadPoolExecutor(6) as pool:
         expected = list(pool.map(lambda index: asked(http, index, **settings), range(6)))
         tokens = [one["choices"][0]["token_ids"] for one in expected]
         calls = [pool.submit(asked, http, index, **settings) for index in range(3)]
-        until(lambda: client.status_blocking().running > 0)
+        # All three, since one that is still on its way to the service would be counted among those that come later.
+        until(lambda: client.status_blocking().running + sum(call.done() for call in calls) == 3)
         assert http.post("/pause?mode=keep").json() == {"status": "paused"}
         assert http.get("/is_paused").json() == {"is_paused": True} and client.status_blocking().running == 0
         waiting = client.status_blocking().waiting

@@ -122,6 +122,6 @@ def test_leaving_a_trajectory_ends_it(tailrace):
 
 def test_the_example_prints_its_rows(address):
     command = [sys.executable, str(EXAMPLE), address[0], TOKENS["evaluator"]]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     assert "in 3 turns under weights {" in found.stdout and "0 branches, 0 sampled tokens encoded again" in found.stdout

@@ -33,7 +33,7 @@ def tensors_of(folder) -> dict:
 
 
 def run(work):
-    return asyncio.run(asyncio.wait_for(work, 200))
+    return asyncio.run(asyncio.wait_for(work, 600))
 
 
 def version_of(client: RolloutClient) -> int:

@@ -42,7 +42,8 @@ def application(deploy):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
-    return ContextConfig(shards=SHARDS, history_dir=str(folder), retry_s=0.1, deadline_s=1.0, lengths_deadline_s=5.0)
+    deadlines = {"deadline_s": 30.0, "lengths_deadline_s": 60.0}  # for an actor that is slow, and not frozen
+    return ContextConfig(shards=SHARDS, history_dir=str(folder), retry_s=0.1, **deadlines)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,8 @@ def test_a_frozen_actor_delays_nobody(shards, config, feeds):
     key = next(key for key in KEYS if shard_of(key, SHARDS) == 0)
     group = GroupRef("frozen/p", key)
     service = ContextService(shards, config.model_copy(update={"lengths_deadline_s": 0.2}))
-    a, b, full = Engine(feeds("a")), Engine(feeds("b")), Engine(feeds("full", unsent_tokens=10))
+    a, b = Engine(feeds("a", deadline_s=1.0)), Engine(feeds("b"))
+    full = Engine(feeds("full", deadline_s=1.0, unsent_tokens=10))
     for engine in (a, b, full):
         engine.feed.hold(group)
     pid = pid_of(shards.at(0))
@@ -195,7 +197,7 @@ def test_history_outlives_its_actor_and_reaches_engines(shards, config, feeds):
         assert not any("failed" in name for name in service.counts()), service.counts()
         return seen
 
-    seen = asyncio.run(asyncio.wait_for(finish(), 60))
+    seen = asyncio.run(asyncio.wait_for(finish(), 300))
     assert [sample["tokens"] for sample in seen["samples"]] == [50, 30] and seen["problem"] == ""
     os.kill(pid_of(shard), signal.SIGKILL)
     a, own = Engine(feeds("a")), Engine(feeds("own"))

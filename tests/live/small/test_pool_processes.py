@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from waiting import is_alive, until
+from waiting import WAIT_S, is_alive, until
 
 from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.kvpool.status import PoolDown
@@ -17,7 +19,6 @@ pytestmark = pytest.mark.live
 
 CONFIG = PoolConfig(dram_gib=0.125)
 BLOCK_BYTES = 2**20
-WAIT_S = 60.0
 
 
 class Writer:
@@ -41,6 +42,25 @@ class Writer:
         """Whether the bytes come back as they were put."""
         read = self.store.get(f"key-{number}")
         return read == self.buffer[number].tobytes()
+
+
+@contextmanager
+def in_use(writer: Writer, number: int):
+    """A key that is read again and again, so that its lease of 2 s ends on no machine before the block does."""
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.wait(0.05):
+            assert writer.get(number)
+
+    assert writer.get(number)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            yield
+        finally:
+            ended.set()
+        reading.result()
 
 
 # ---- on Ray ------------------------------------------------------------------------------------------
@@ -120,10 +140,11 @@ def test_release_and_retire_forget_what_is_not_in_use(writer, master):
 
     whole(master)
     assert all(writer.put(number) for number in range(8))
-    assert status(master).dram_bytes == 8 * BLOCK_BYTES and writer.get(3)
-    assert ray.get(master.release.remote(["key-0", "key-1", "no such key"])) == (2, [])
-    assert ray.get(master.retire.remote("^key-[2-5]$")) == 3, "key 3 has just been read"
-    assert ray.get(master.release.remote(["key-3", "key-6"])) == (1, ["key-3"])
+    assert status(master).dram_bytes == 8 * BLOCK_BYTES
+    with in_use(writer, 3):
+        assert ray.get(master.release.remote(["key-0", "key-1", "no such key"])) == (2, [])
+        assert ray.get(master.retire.remote("^key-[2-5]$")) == 3, "key 3 is being read"
+        assert ray.get(master.release.remote(["key-3", "key-6"])) == (1, ["key-3"])
     until(lambda: ray.get(master.release.remote(["key-3"])) == (1, []))
     seen = status(master)
     assert (seen.keys, seen.dram_bytes) == (1, BLOCK_BYTES)
@@ -153,7 +174,7 @@ def test_a_killed_master_is_back_at_its_address_and_empty(writer, master):
     os.kill(before.master_pid, signal.SIGKILL)
     now = until(lambda: (seen := status(master)) and seen.master_pid not in (None, before.master_pid) and seen)
     assert (now.master_address, now.keys, now.master_restarts) == (before.master_address, 0, 1)
-    until(lambda: status(master).dram_capacity_bytes == CONFIG.dram_gib * 2**30)
+    until(lambda: (seen := status(master)) and seen.dram_capacity_bytes == CONFIG.dram_gib * 2**30)
     assert ray.get(master.release.remote(["key-20"])) == (0, []), "its admin client comes back as well"
     until(lambda: writer.put(21) and writer.get(21))
 

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from waiting import WAIT_S
 
 pytestmark = pytest.mark.live
 
@@ -59,7 +60,7 @@ def caller_deployment():
             self.echo, self.idle = echo, idle
 
         async def names(self, count):
-            while len(names := await poll_all(self.echo, "who", timeout_s=10)) < count:
+            while len(names := await poll_all(self.echo, "who", timeout_s=60)) < count:
                 await asyncio.sleep(0.1)
             return sorted(names)
 
@@ -77,7 +78,7 @@ def caller_deployment():
                 return [kind.__name__ for kind in type(error).__mro__], str(error)
 
         async def poll_echo(self, value):
-            return await poll_all(self.echo, "echo", 10, value)
+            return await poll_all(self.echo, "echo", 60, value)
 
         async def poll_slow(self):
             try:
@@ -86,7 +87,7 @@ def caller_deployment():
                 return "timeout"
 
         async def poll_idle(self):
-            return await poll_all(self.idle, "who", timeout_s=10)
+            return await poll_all(self.idle, "who", timeout_s=60)
 
     return Caller
 
@@ -97,7 +98,7 @@ def caller(deploy):
 
 
 def call(response):
-    return response.result(timeout_s=60)
+    return response.result(timeout_s=WAIT_S)
 
 
 def test_concurrent_calls_land_where_they_were_sent(caller):

@@ -1,8 +1,10 @@
 """Weights for a node where they were not staged: its keeper puts them into a real pool, and the node pulls them."""
 
+import os
+
 import numpy as np
 import pytest
-from waiting import until
+from waiting import WAIT_S, until
 
 from tailrace.deployments.staging.pool_copy import key_of, pull
 from tailrace.deployments.staging.slots import MemorySource, Slots
@@ -13,8 +15,7 @@ from tailrace.kvpool.pool_config import PoolConfig
 pytestmark = pytest.mark.live
 
 CONFIG = PoolConfig(dram_gib=0.125)
-APP, SERVICE = "weights-pool-test", "weights-pool-test-0"
-WAIT_S = 60.0
+APP, SERVICE = "weights-pool-test", f"weights-pool-test-{os.getpid()}"
 
 
 def joining_app():
