@@ -19,6 +19,10 @@ class QuotaExceeded(RolloutRejected):
     """The batch is beyond a quota of the service. The text names it, and the batch to wait for, if any."""
 
 
+class FeatureDataMissing(RolloutRejected):
+    """An image, video or sound was sent without its data, and the service has none of it."""
+
+
 class UnknownAdapter(RolloutRejected):
     """A request names an adapter that is not loaded."""
 
@@ -51,6 +55,7 @@ BY_CAUSE: dict[RejectedBy, type[Exception]] = {
     RejectedBy.ADAPTER: UnknownAdapter,
     RejectedBy.QUOTA: QuotaExceeded,
     RejectedBy.SIZE: TooLargeForQuota,
+    RejectedBy.DATA: FeatureDataMissing,
 }
 """Error of a refusal by its cause."""
 

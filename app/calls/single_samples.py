@@ -1,29 +1,37 @@
 """Single samples over a handle: the calls that a `RolloutSession` makes, which survive the coordinator's loss."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import aclosing
 
 from tailrace.app.calls.connection import Connection
 from tailrace.app.calls.own_loads import OwnLoads
-from tailrace.app.calls.refused import StreamBroken
+from tailrace.app.calls.refused import FeatureDataMissing, StreamBroken
 from tailrace.app.calls.resume import Interrupted, interrupted_by_loss
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 
 
 class SingleSamples:
-    """See the module docstring. `settings` of a call name its session."""
+    """See the module docstring. `settings` of a call name its session. `had`: names of items of the prompt's features
+    that the service has had: their data are sent only if it asks for them.
+    """
 
     def __init__(self, connection: Connection, loads: OwnLoads):
         self._connection, self._loads = connection, loads
 
-    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer:
+    async def generate(
+        self, settings: BatchSettings, request: SampleRequest, had: Set[str] = frozenset()
+    ) -> SampleAnswer:
         """Generates one sample. Cancelling the call ends the sample."""
-        retries, resumed = self._connection.retries(), False
+        retries, resumed, sent = self._connection.retries(), False, request.without_data(had)
         while True:
             try:
-                return await self._generate_once(settings, request, resumed)
+                return await self._generate_once(settings, sent, resumed)
+            except FeatureDataMissing:
+                if sent is request:
+                    raise
+                sent = request
             except Interrupted as lost:
                 resumed = True
                 await retries.wait(lost)
@@ -41,12 +49,15 @@ class SingleSamples:
             raise await self._loads.error_of(answer, "generate", sent, [request.group.adapter], resumed)
         return answer
 
-    async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
+    async def stream(
+        self, settings: BatchSettings, request: SampleRequest, had: Set[str] = frozenset()
+    ) -> AsyncIterator[SampleTokens]:
         """Yields one sample as its chunks end. Closing the iterator ends the sample."""
         retries, given, is_begun, is_whole = self._connection.retries(), [], False, False
+        sent = request.without_data(had)
         while not is_whole:
             try:
-                async with aclosing(self._stream_once(settings, request, is_begun)) as items:
+                async with aclosing(self._stream_once(settings, sent, is_begun)) as items:
                     async for item in items:
                         part = _beyond(given, item)
                         if part.token_ids or part.answer or not is_begun:
@@ -57,6 +68,10 @@ class SingleSamples:
                         is_whole = part.answer is not None  # the call itself ends after it, without a cancel
                 if not is_whole:
                     raise Interrupted(StreamBroken("the stream ended before the sample"))
+            except FeatureDataMissing:
+                if sent is request:
+                    raise
+                sent = request
             except Interrupted as lost:
                 await retries.wait(lost)
 

@@ -124,7 +124,7 @@ class GatewayService:
         asked = await self._asked(wanted, naming)
         with self._renewed(settings.batch_id):
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(client.samples.generate(settings, one)) for one in asked]
+                calls = [group.create_task(client.samples.generate(settings, one, naming.had)) for one in asked]
         answers = [call.result() for call in calls]
         return [answers[start : start + wanted.n] for start in range(0, len(answers), wanted.n)]
 
@@ -138,7 +138,7 @@ class GatewayService:
 
         async def read(number: int, request: SampleRequest) -> None:
             try:
-                async with aclosing(client.samples.stream(settings, request)) as parts:
+                async with aclosing(client.samples.stream(settings, request, naming.had)) as parts:
                     async for part in parts:
                         items.put_nowait((number, part))
                 items.put_nowait((number, None))

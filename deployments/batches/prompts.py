@@ -15,13 +15,13 @@ from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import FormCheck
 from tailrace.deployments.constraints.request_check import foreign, sampling_refusal
 from tailrace.deployments.context.history import prompt_key
-from tailrace.deployments.features.item_check import item_refusal
-from tailrace.deployments.features.prompt_features import PromptFeatures
+from tailrace.deployments.features.kept_items import KeptItems
+from tailrace.deployments.features.prompt_features import DataMissing, PromptFeatures
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.message import quoted
-from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.deployments.messages.sampling import SamplingParams
 
 
@@ -59,8 +59,7 @@ class Prompts:
 
     def prepare(self, batch: RolloutBatch) -> list[Prepared] | Rejected:
         prepared = []
-        for group in batch.groups:
-            one = self.prepare_group(group)
+        for one in map(self.prepare_group, batch.groups):
             if isinstance(one, Rejected):
                 return one
             prepared.append(one)
@@ -68,14 +67,16 @@ class Prompts:
 
     def prepare_group(self, group: PromptGroup) -> Prepared | Rejected:
         """Encodes a group of a batch, session or HTTP request. Returns Rejected if no engine could run it."""
+        by = RejectedBy.CONTENT
         try:
             token_ids = self._encode(group)
             reason = self._refusal(group, token_ids)
             features = None if reason is not None else self._features(group.features)
         except Exception as error:  # noqa: BLE001 - one prompt's error: tokenizers and chat templates raise many types
+            by = RejectedBy.DATA if isinstance(error, DataMissing) else by
             reason = str(error) if isinstance(error, ValueError) else f"it cannot be encoded: {one_line(error)}"
         if reason is not None:
-            return Rejected(reason=f"prompt {quoted(group.prompt_id)}: {' '.join(reason.split())}")
+            return Rejected(reason=f"prompt {quoted(group.prompt_id)}: {' '.join(reason.split())}", by=by)
         named = "" if group.adapter is None else f"{group.adapter}\0"  # each adapter has its own lengths and answers
         text = named + self.decode(list(token_ids)) + ("" if features is None else f"\0{features.name}")
         max_tokens = min(group.max_tokens, self.max_model_len - len(token_ids))
@@ -101,6 +102,10 @@ class Prompts:
         return lru_cache(256)(self._find_rules_refusal)
 
     @cached_property
+    def _items(self) -> KeptItems:
+        return KeptItems()
+
+    @cached_property
     def _forms(self) -> FormCheck:
         return FormCheck(self.model)
 
@@ -117,12 +122,7 @@ class Prompts:
             return None
         if not self.is_multimodal:
             raise ValueError(f"features: the model {Path(self.model).name} takes text alone; remove them")
-        features = PromptFeatures.of(given)
-        for item in features.items:
-            for part in filter(None, (item.content, item.metadata)):
-                if (reason := item_refusal(part)) is not None:
-                    raise ValueError(f"features: an item of {item.modality!r}: {reason}")
-        return features
+        return self._items.features(given)
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
         """Returns the text of token ids. `special`: with special tokens, by their names."""

@@ -28,8 +28,10 @@ def encode_alone(runner) -> None:
     runner._execute_mm_encoder = one_by_one
 
 
-def features_refusal(runner, features: PromptFeatures, token_ids: list[int]) -> str | None:
-    """Returns in a few words why the model cannot take these features of a prompt, or None. Encodes each item."""
+def features_refusal(runner, features: PromptFeatures, token_ids: list[int], new: list[int]) -> str | None:
+    """Returns in a few words why the model cannot take these features of a prompt, or None. `new`: numbers of the items
+    that it has not taken yet; each is encoded.
+    """
     import torch
 
     from tailrace.deployments.features.vllm_inputs import specs
@@ -37,9 +39,9 @@ def features_refusal(runner, features: PromptFeatures, token_ids: list[int]) -> 
     try:
         items = specs(features)
         with torch.inference_mode():
-            for number, item in enumerate(items):
-                if (reason := _item_refusal(runner, item)) is not None:
-                    return f"item {number}, of {item.modality!r}: {reason}"
+            for number in new:
+                if (reason := _item_refusal(runner, items[number])) is not None:
+                    return f"item {number}, of {items[number].modality!r}: {reason}"
         if runner.uses_mrope:
             positions, _ = runner.get_model().get_mrope_input_positions(token_ids, items)
             if positions.shape[-1] != len(token_ids):

@@ -7,23 +7,39 @@ is part of the keys of KV blocks, of vLLM's caches of encoder outputs, and of th
 import binascii
 import json
 from base64 import b64decode
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from tailrace.deployments.features.wire import Features
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureItem:
-    """One image, video or sound. `content`, `metadata`: vLLM's msgpack; `metadata` repeats some of the fields, or is
-    empty. `offset`, `length`: its placeholder in the prompt, in tokens."""
+class DataMissing(ValueError):
+    """An item has no data in the request, and none is known by its name: send it again with its data."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ItemData:
+    """One image, video or sound, wherever it is. `name`: of its content, 64 hex digits. `content`, `metadata`: vLLM's
+    msgpack; `metadata` repeats some of the fields, or is empty."""
 
     modality: str
-    offset: int
-    length: int
     name: str
     content: bytes
     metadata: bytes = b""
+
+
+class FeatureItem(NamedTuple):
+    """An item of a prompt. `offset`, `length`: its placeholder, in tokens."""
+
+    offset: int
+    length: int
+    data: ItemData
+
+    @property
+    def name(self) -> str:
+        return self.data.name
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -34,17 +50,22 @@ class PromptFeatures:
     name: str
 
     @classmethod
-    def of(cls, features: Features) -> "PromptFeatures":
-        """Converts a request's features. Raises ValueError, one line, for a text that is not base64."""
+    def of(cls, features: Features, kept: Mapping[str, ItemData] = {}) -> "PromptFeatures":
+        """Converts a request's features. `kept`: known items by their names. Raises ValueError, one line, for a text
+        that is not base64, and DataMissing for an item without data that is not known.
+        """
         items = []
         for modality, spans in features.mm_placeholders.items():
             metadata = (features.mm_metadata or {}).get(modality, (None,) * len(spans))
-            data = zip(spans, features.kwargs_data[modality], metadata, strict=True)
-            for number, (span, text, more) in enumerate(data):
+            data = zip(spans, features.kwargs_data[modality], metadata, features.mm_hashes[modality], strict=True)
+            for number, (span, text, more, sent_hash) in enumerate(data):
                 place = f"features: item {number} of {modality!r}"
-                content, known = _decoded(text, place), _decoded(more or "", place)
-                name = item_name(modality, content, known)
-                items.append(FeatureItem(modality, span.offset, span.length, name, content=content, metadata=known))
+                content, told = _decoded(text, place), _decoded(more or "", place)
+                name = item_name(modality, content, told) if text else sent_hash
+                item = kept.get(name) or ItemData(modality, name, content, told)
+                if not item.content or item.modality != modality:
+                    raise DataMissing(f"{place}: it has no data, and the service has none by its hash; send them")
+                items.append(FeatureItem(span.offset, span.length, item))
         items.sort(key=lambda item: item.offset)
         places = [(item.name, item.offset, item.length) for item in items]
         return cls(

@@ -4,7 +4,7 @@ Invariant: vLLM's hash of an item is its name, which is made from its content.
 """
 
 from tailrace.deployments.features.item_check import item_refusal
-from tailrace.deployments.features.prompt_features import FeatureItem, PromptFeatures
+from tailrace.deployments.features.prompt_features import ItemData, PromptFeatures
 
 
 def prompt_input(features: PromptFeatures, token_ids: list[int], cache_salt: str):
@@ -29,8 +29,8 @@ def specs(features: PromptFeatures) -> list:
 
     return [
         MultiModalFeatureSpec(
-            data=_decoded(item),
-            modality=item.modality,
+            data=_decoded(item.data),
+            modality=item.data.modality,
             identifier=item.name,
             mm_position=PlaceholderRange(offset=item.offset, length=item.length),
             mm_hash=item.name,
@@ -39,7 +39,7 @@ def specs(features: PromptFeatures) -> list:
     ]
 
 
-def _decoded(item: FeatureItem):
+def _decoded(item: ItemData):
     """Returns vLLM's MultiModalKwargsItem of an item."""
     from vllm.entrypoints.scale_out.token_in_token_out.mm_features import merge_mm_kwargs_items
     from vllm.multimodal.inputs import MultiModalKwargsItem

@@ -1,9 +1,11 @@
 """Processed images, videos and sounds of a prompt, in the format of vLLM 0.32.
 
 Source of names and rules: `MultiModalFeatures`, `entrypoints/scale_out/token_in_token_out/protocol.py`. Here every item
-carries its data: there is no cache to take one from. Part of a PromptGroup, and of the gateway's requests.
+carries its data, or an empty text if the service has them by its name: see `KeptItems`. Part of a PromptGroup, and of
+the gateway's requests.
 """
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Self
 
@@ -28,7 +30,9 @@ class PlaceholderSpan(BaseModel):
 
 
 class Features(BaseModel):
-    """`mm_hashes` is required only for compatibility: names are made from the content, see `PromptFeatures`."""
+    """`mm_hashes` is required only for compatibility, but for items without data: names are made from the content, see
+    `PromptFeatures`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
     mm_hashes: dict[str, tuple[str, ...]]
@@ -58,6 +62,16 @@ class Features(BaseModel):
     @staticmethod
     def _texts(data: Encoded) -> list[str | None]:
         return [text for items in data.values() for text in items]
+
+    def without(self, names: Collection[str]) -> Self:
+        """Returns the features without the data of items whose `mm_hash` is one of `names`."""
+        data = {
+            modality: tuple(
+                "" if of in names else text for of, text in zip(self.mm_hashes[modality], texts, strict=True)
+            )
+            for modality, texts in self.kwargs_data.items()
+        }
+        return self.model_copy(update={"kwargs_data": data})
 
     @property
     def is_empty(self) -> bool:

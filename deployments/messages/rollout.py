@@ -245,6 +245,7 @@ class RejectedBy(StrEnum):
     ADAPTER = "adapter"  # no adapter of the name is loaded
     READER = "reader"  # another driver reads this batch
     QUOTA = "quota"  # a limit of the service, with the batches in flight
+    DATA = "data"  # an image without its data, which the service has not: it is accepted with them
     SIZE = "size"  # a limit of the service, by itself: it will never be accepted under these quotas
 
 

@@ -4,6 +4,7 @@ Tokens are a function of seed, step, group, index and turn, as those of a `Rollo
 name; never of the order of requests. Made by `app.calls.session` (requests) and by the coordinator (answers).
 """
 
+from collections.abc import Set
 from math import inf
 from typing import Self
 
@@ -58,6 +59,14 @@ class SampleRequest(RequestMessage):
     def held_s(self) -> float:
         """Returns `hold_s` as the core takes it."""
         return inf if self.branches else self.hold_s
+
+    def without_data(self, names: Set[str]) -> Self:
+        """Returns the request without the data of the items of its features that have one of `names`."""
+        features = self.group.features
+        if features is None or not any(name in names for of in features.mm_hashes.values() for name in of):
+            return self
+        group = self.group.model_copy(update={"features": features.without(names)})
+        return self.model_copy(update={"group": group})
 
     @model_validator(mode="after")
     def _one_sample(self) -> Self:

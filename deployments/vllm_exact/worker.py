@@ -54,10 +54,10 @@ class ExactWorker:
         """Makes V2 verify only the scheduler's drafts, for an RPC."""
         self.model_runner.sampler.propose_nothing(self.model_runner.speculator)
 
-    def features_refusal(self, features: PromptFeatures, token_ids: list[int]) -> str | None:
+    def features_refusal(self, features: PromptFeatures, token_ids: list[int], new: list[int]) -> str | None:
         """Calls `encoder.features_refusal` for an RPC."""
         with set_current_vllm_config(self.vllm_config):
-            return encoder.features_refusal(self.model_runner, features, token_ids)
+            return encoder.features_refusal(self.model_runner, features, token_ids, new)
 
     def weights_refusal(self, folder: str) -> str | None:
         """Returns in one line why this folder's weights cannot replace the model's, or None."""

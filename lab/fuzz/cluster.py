@@ -4,7 +4,7 @@ The controller does what Serve's does as far as it matters here: it probes healt
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -255,7 +255,7 @@ class SimulatedCluster:
             self._engines,
             partial(self.lines.listen, process),
             nonce,
-            put=lambda features: features.name,
+            put=replace,  # a copy, as of another process
             running=EngineHandle.running,
         )
         limits = Limits(*self.size.limits) if self.size.limits else None

@@ -1,5 +1,6 @@
 """Features of prompts: their form, their names, and all that is refused before a model sees it."""
 
+import gc
 import pickle
 import re
 from base64 import b64encode
@@ -19,13 +20,14 @@ from tailrace.deployments.batches.model_folder import names_media
 from tailrace.deployments.batches.open_batch import GroupIdentity
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.records import GroupRecord, SampleRecord
-from tailrace.deployments.features import wire
+from tailrace.deployments.features import kept_items, wire
 from tailrace.deployments.features.encoder import encode_alone
 from tailrace.deployments.features.item_check import item_refusal
 from tailrace.deployments.features.prompt_features import PromptFeatures, continues
+from tailrace.deployments.features.tried import Tried
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.logged_tokens import group_digest
-from tailrace.deployments.messages.rollout import PromptGroup, Rejected
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy
 from tailrace.deployments.messages.session import SampleRequest
 from tailrace.deployments.vllm_exact.requests import features_unfit
 
@@ -66,6 +68,55 @@ def test_an_image_is_named_by_its_content_and_never_by_the_hash_that_was_sent():
 
 def test_items_are_in_the_order_of_the_prompt():
     assert [one.offset for one in of(features((1, 9), (2, 3))).items] == [3, 9]
+
+
+def without_first(*images: tuple[int, int]) -> dict:
+    """Features whose first image has a name in place of its data."""
+    given = Features.model_validate(features(*images))
+    hashes = {"image": [one.name for one in PromptFeatures.of(given).items]}
+    return given.model_copy(update={"mm_hashes": hashes}).without({hashes["image"][0]}).model_dump()
+
+
+def test_an_item_without_data_is_the_one_of_its_name_that_a_prompt_has():
+    prompts, both = Numerals(True), ((1, 3), (2, 9))
+    first = prompts.prepare_group(group(features((1, 3))))
+    second = prompts.prepare_group(group(without_first(*both)))
+    assert (
+        second.features.name == of(features(*both)).name and second.prompt_key == prepared(features(*both)).prompt_key
+    )
+    assert second.features.items[0].data is first.features.items[0].data and len(prompts._items) == 2
+    elsewhere = prompts.prepare_group(group(without_first((1, 12))))
+    assert elsewhere.features.items[0].data is first.features.items[0].data
+    assert GroupIdentity.of(second) == GroupIdentity.of(prompts.prepare_group(group(features(*both))))
+
+
+def test_nothing_is_kept_for_those_that_may_come(monkeypatch):
+    prompts, short = Numerals(True), without_first((1, 3), (2, 9))
+    whole = prompts.prepare_group(group(features((1, 3))))
+    del whole
+    gc.collect()
+    refused = prompts.prepare_group(group(short))
+    assert refused.by is RejectedBy.DATA and len(prompts._items) == 0
+    assert refused.reason.endswith(
+        "features: item 0 of 'image': it has no data, and the service has none by its hash; send them"
+    )
+    kept = prompts.prepare_group(group(features((1, 3))))
+    as_video = {name: {"video": of["image"]} for name, of in without_first((1, 3)).items() if of}
+    assert prompts.prepare_group(group(as_video)).by is RejectedBy.DATA
+    monkeypatch.setattr(kept_items, "MAX_BYTES", len(kept.features.items[0].data.content) * 3 // 2)
+    assert "bytes; a prompt has at most" in prompts.prepare_group(group(short)).reason
+    by_another_hash = features((1, 3), kwargs_data={"image": [""]})
+    assert prompts.prepare_group(group(by_another_hash)).by is RejectedBy.DATA
+
+
+def test_what_was_tried_longest_ago_is_forgotten_first():
+    tried = Tried(3)
+    tried.add("a", "b", "c")
+    assert tried.has("a")
+    tried.add("d")
+    assert [name for name in "abcd" if tried.has(name)] == ["a", "c", "d"]
+    tried.add("a", "e")
+    assert [name for name in "abcde" if tried.has(name)] == ["a", "d", "e"]
 
 
 @pytest.mark.parametrize(
@@ -231,4 +282,8 @@ def test_a_request_continues_a_held_sample_if_its_images_are_the_same():
 def test_features_cross_processes_whole():
     one = of(features((1, 3)))
     again = pickle.loads(pickle.dumps(one))
-    assert (again.items, again.name, again.end) == (one.items, one.name, 7)
+    assert (again.name, again.end) == (one.name, 7)
+    ((offset, length, data),) = again.items
+    known = one.items[0].data
+    assert (offset, length, data.modality, data.name) == (3, 4, known.modality, known.name)
+    assert (data.content, data.metadata) == (known.content, known.metadata)

@@ -13,7 +13,7 @@ import numpy as np
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.channel.frames import Start, decode, encode
-from tailrace.deployments.features.prompt_features import FeatureItem, PromptFeatures
+from tailrace.deployments.features.prompt_features import FeatureItem, ItemData, PromptFeatures
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.context import GroupRef
@@ -128,7 +128,8 @@ def by_hand(message: dict[str, Any], name: str, group_id: str) -> ChunkRequest:
     if isinstance(given.get("adapter"), list) and len(given["adapter"]) == len(Adapter._fields):
         given["adapter"] = Adapter(*given["adapter"])
     if isinstance(given.get("features"), list):
-        items = tuple(FeatureItem(*item, name="0" * 64, content=b"\x80") for item in given["features"])
+        places = [(place, ItemData(modality, "0" * 64, content=b"\x80")) for modality, *place in given["features"]]
+        items = tuple(FeatureItem(*place, data) for place, data in places)
         given["features"] = PromptFeatures(items, "0" * 64)
     if "draft" in given:
         given["draft"] = plan(group_id, **{"index": 3} | given["draft"])

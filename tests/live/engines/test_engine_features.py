@@ -13,6 +13,7 @@ from image_model import IMAGE_ID, IMAGE_TOKENS, encoded, features, item, pixels
 
 from tailrace.app.model import perturbed
 from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.features import encoder
 from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
@@ -116,6 +117,20 @@ def test_two_images_are_told_apart_by_their_places(engine):
         assert again.token_ids.tolist() == tokens
 
 
+def test_a_later_turn_tries_its_new_image_alone(engine, monkeypatch):
+    tried, refusal = [], encoder._item_refusal
+    monkeypatch.setattr(encoder, "_item_refusal", lambda *given: tried.append(given[1].mm_hash) or refusal(*given))
+    (first,) = run(engine, chunk(features((11, AT))))
+    later = np.concatenate([PROMPT, first.token_ids, PROMPT[AT:]])
+    both = features((11, AT), (12, len(PROMPT) + TOKENS))
+    for _ in range(2):
+        run(engine, chunk(both, token_ids=later, prompt_tokens=len(later), max_tokens=4))
+    assert tried == [item.name for item in of(both).items]
+    moved = features((11, AT), (12, len(PROMPT) + TOKENS - 1), length=IMAGE_TOKENS + 1)
+    (refused,) = run(engine, chunk(moved, token_ids=later, prompt_tokens=len(later), max_tokens=4))
+    assert isinstance(refused, FeaturesRefused), "a placeholder of another length is another trial"
+
+
 def wrong(**changes) -> dict:
     return features((3, AT), kwargs_data={"image": [encoded(item(pixels(3)) | changes)]})
 
@@ -152,7 +167,7 @@ def test_names_are_content_s_and_the_form_is_vllm_s(engine):
     assert IMAGES["first"]["mm_hashes"] == IMAGES["second"]["mm_hashes"] and first.name != second.name
     (spec,) = specs(first)
     assert spec.mm_hash == spec.identifier == first.items[0].name
-    assert b64decode(encode_mm_kwargs_item(spec.data)) == first.items[0].content
+    assert b64decode(encode_mm_kwargs_item(spec.data)) == first.items[0].data.content
 
 
 def test_new_weights_encode_an_image_again(engine, image_folder, tmp_path):

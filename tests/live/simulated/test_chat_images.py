@@ -1,6 +1,7 @@
 """Images of chats over the simulated cluster: in every dialect, below a trajectory and in ordinary chats."""
 
 import asyncio
+import json
 
 import anthropic
 import httpx
@@ -16,6 +17,7 @@ from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.trajectories import Trajectories as Book
+from tailrace.deployments.features.kept_items import KeptItems
 from tailrace.lab.fuzz.drivers import driver_client
 
 URL = "http://gateway/v1/trajectories"
@@ -229,6 +231,47 @@ def test_another_gateway_and_another_coordinator_go_on_with_the_images(play):
         assert body["reencoded_tokens"] == 0
 
     play(story)
+
+
+def test_a_later_turn_sends_the_data_of_its_new_images_alone(play, monkeypatch):
+    sent = []
+    keep = KeptItems.features
+    monkeypatch.setattr(
+        KeptItems, "features", lambda self, given: (sent.append(given.kwargs_data["image"]), keep(self, given))[1]
+    )
+
+    async def story(cluster, one, other):
+        rows = {}
+        for coordinator in ("stays", "is lost"):
+            sent.clear()
+            trajectory = await one.opened(group="see", index=1, seed=6)
+            messages = []
+            for parts in ([1, "5"], [2, "6"], ["7"], [1, "8"]):
+                messages.append(user(*parts))
+                asked = {"model": "any", "messages": messages, "stream": parts == [2, "6"]}
+                answer = await one.http.post(
+                    f"{trajectory['base_url']}/chat/completions", json=asked,
+                    headers={"Authorization": f"Bearer {trajectory['api_key']}"},
+                )  # fmt: skip
+                assert answer.status_code == 200, answer.text
+                messages.append({"role": "assistant", "content": said(answer)})
+                if coordinator == "is lost" and parts == ["7"]:
+                    cluster.coordinator.rollouts.prompts._items._items.clear()
+            rows[coordinator] = (await one.ask("DELETE", "", trajectory))["rows"]
+            with_data = [[bool(data) for data in items] for items in sent]
+            later = [[False, False, False]] + [[True, True, True]] * (coordinator == "is lost")
+            assert with_data == [[True], [False, True], [False, False], *later]
+        assert rows["stays"] == rows["is lost"]
+
+    play(story)
+
+
+def said(answer: httpx.Response) -> str:
+    """The text of an answer, whole or streamed."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.json()["choices"][0]["message"]["content"]
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(one["delta"].get("content") or "" for event in events for one in json.loads(event)["choices"])
 
 
 def test_rows_say_so_if_an_image_cannot_be_made_again_and_nothing_ends(play):

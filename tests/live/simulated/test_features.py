@@ -1,4 +1,4 @@
-"""Features on the simulated cluster: they are put into the object store once for each group, and go with it."""
+"""Features on the simulated cluster: an item is put into the object store once, and goes with the last prompt."""
 
 import asyncio
 import gc
@@ -7,12 +7,13 @@ from collections import Counter
 from image_model import features
 from virtual_cluster import play
 
+from tailrace.deployments.engine.shared_features import ReferredFeatures
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 
 PROMPT = tuple(range(1, 41))
 
 
-def test_a_group_s_features_are_put_once_for_all_its_chunks_and_dropped_with_it(tmp_path):
+def test_an_item_is_put_once_for_all_chunks_and_dropped_with_its_groups(tmp_path):
     async def story(cluster, client):
         shared, put, sent = cluster.engine_client.features, Counter(), []
         keep, refer = shared._put, shared.referred
@@ -20,11 +21,12 @@ def test_a_group_s_features_are_put_once_for_all_its_chunks_and_dropped_with_it(
         shared.referred = lambda chunk: sent.append(found := refer(chunk)) or found
         groups = [
             PromptGroup(prompt_id=name, token_ids=PROMPT, features=given, samples=4, max_tokens=60)
-            for name, given in (("a", features((1, 3))), ("b", features((2, 3))), ("none", None))
+            for name, given in (("a", features((1, 3))), ("b", features((2, 3), (1, 9))), ("none", None))
         ]
         results = [one async for one in client.rollout(RolloutBatch(batch_id="b", groups=groups))]
         assert len(results) == 3 and sorted(put.values()) == [1, 1]
-        by_name = Counter(chunk.features for chunk in sent)
+        assert all(chunk.features is None or isinstance(chunk.features, ReferredFeatures) for chunk in sent)
+        by_name = Counter(one.name for chunk in sent for one in (chunk.features.data if chunk.features else ()))
         assert by_name.keys() == put.keys() and min(by_name.values()) > 4, "chunks carry references alone"
         async with client.open() as session:
             one = await session.generate(PROMPT, features=features((1, 3)), max_tokens=8)
