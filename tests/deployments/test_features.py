@@ -88,6 +88,8 @@ def test_an_item_without_data_is_the_one_of_its_name_that_a_prompt_has():
     elsewhere = prompts.prepare_group(group(without_first((1, 12))))
     assert elsewhere.features.items[0].data is first.features.items[0].data
     assert GroupIdentity.of(second) == GroupIdentity.of(prompts.prepare_group(group(features(*both))))
+    named_as_first = features((2, 3), mm_hashes={"image": [first.features.items[0].name]})
+    assert prompts.prepare_group(group(named_as_first)).features.name == of(features((2, 3))).name
 
 
 def test_nothing_is_kept_for_those_that_may_come(monkeypatch):
