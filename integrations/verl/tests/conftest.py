@@ -95,7 +95,7 @@ def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
     config = folder / "serve.yaml"
     config.write_text(yaml.safe_dump(file))
     command = (str(MAIN), "-m", "tailrace", "serve", "--config", str(config), "--port", str(port))
-    resources = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 64, "GPU": 1}'}  # for verl's workers; its trainer counts GPUs
+    resources = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 64, "GPU": 2}'}  # for verl's workers; its trainer counts GPUs
     started = subprocess.Popen(
         (*command, "--dashboard-port", str(free_port())),
         cwd=ROOT,
