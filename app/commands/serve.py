@@ -21,6 +21,7 @@ from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput, Failed, MissingExtra
 from tailrace.app.ray_settings import FRUGAL, unset
 from tailrace.app.strict_yaml import read_yaml
+from tailrace.deployments.staging.slots import Slots, service_name
 from tailrace.policies.families.allowed_code import added_code
 
 LOOPBACK = "127.0.0.1"
@@ -58,6 +59,7 @@ def command(config, port, dashboard_port):
         click.echo("stopping", err=True)
     finally:
         _stop(head)
+        Slots(service_name(file.application.name, f"{LOOPBACK}:{port}")).remove()  # their keeper has ended with Ray
 
 
 def _deploy(file: ServeFile, config: Path, dashboard: str, environment: dict[str, str]) -> None:

@@ -33,8 +33,8 @@ class TailraceCheckpointEngine(CheckpointEngine):
         """The last version stays: replicas that start later read it."""
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> dict:
-        """Returns the version as a metric of the step. Passes on the errors of `send`."""
-        return {"tailrace/weights_version": await send(weights, global_steps)}
+        """Returns metrics of the step, which verl joins over the ranks. Passes on the errors of `send`."""
+        return await send(weights, global_steps)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """No tensor: the sender commits."""

@@ -6,7 +6,7 @@ group) and the checkpoint engine (apart).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import ray
 import torch
@@ -26,28 +26,32 @@ COMMITTED = "tailrace_committed"
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
-async def send(tensors: Tensors, global_steps: int | None) -> int:
+async def send(tensors: Tensors, global_steps: int | None) -> dict[str, int]:
     """Publishes whole tensors, which all ranks must be given in one order; to be called on every rank.
 
-    Returns the version. Raises WeightsRejected, one line, on every rank if the version has ended.
+    Returns metrics: the version, and the bytes that this rank has published from memory. Raises WeightsRejected, one
+    line, on every rank if the version has ended.
     """
     server = ray.get_actor(SERVER)
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     nodes, update = await _agreed(server, rank, global_steps)
+    metrics = {"tailrace/weights_version": update.version}
     expected = ((name, tensor) for name, tensor in tensors if name not in update.unsaved)
     if update.settings.weights_dir is not None:
         await _write(server, update, expected, rank)
-        return update.version
-    sharers = [each for each, node in enumerate(nodes) if node == nodes[0]]
+        return metrics
+    given = {each: 0 for each, node in enumerate(nodes) if node == nodes[0]}
     client = await asyncio.to_thread(connect, update.settings.address, update.settings.app_name)
-    publishing = begin(update.version, share_of(expected, rank, sharers), client=client)  # gathers on this thread
+    publishing = begin(update.version, share_of(expected, rank, given), client=client)  # gathers on this thread
     await asyncio.to_thread(publishing.wait)
-    return update.version
+    return metrics | ({f"tailrace/published_bytes/rank_{rank}": given[rank]} if rank in given else {})
 
 
-def share_of(tensors: Tensors, rank: int, sharers: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a rank's share, in host memory. Each tensor goes to the sharer with the fewest bytes so far."""
-    given = dict.fromkeys(sharers, 0)
+def share_of(tensors: Tensors, rank: int, given: dict[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a rank's share, in host memory. Each tensor goes to the sharer with the fewest bytes so far.
+
+    `given`: these bytes, by sharer; they are counted here.
+    """
     for name, tensor in tensors:
         owner = min(given, key=given.__getitem__)
         given[owner] += tensor.nbytes

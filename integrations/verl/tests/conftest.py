@@ -65,7 +65,7 @@ def cluster(request, model, tmp_path_factory):
     from stand_in import SLOTS, StandInServer
     from tailrace_verl.server import TailraceServer
 
-    from tailrace.deployments.staging.slots import Slots
+    from tailrace.deployments.staging.slots import Slots, service_name
 
     started = None
     environment = {"py_executable": sys.executable, "env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
@@ -75,6 +75,7 @@ def cluster(request, model, tmp_path_factory):
         port = free_port()
         started = _serve(model, port, tmp_path_factory.mktemp("served"))
         ray.init(address=f"127.0.0.1:{port}", runtime_env=environment, log_to_driver=False)
+    slots = Slots(service_name("tailrace", ray.get_runtime_context().gcs_address))
     try:
         yield StandInServer if request.param == "stand_in" else TailraceServer
     finally:
@@ -83,6 +84,7 @@ def cluster(request, model, tmp_path_factory):
         if started is not None:
             started.send_signal(signal.SIGTERM)
             assert started.wait(90) == 0
+            assert not list(slots.root.glob(f"tailrace-{slots.service}*")), "memory of weights is left"
 
 
 def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
@@ -95,7 +97,7 @@ def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
     config = folder / "serve.yaml"
     config.write_text(yaml.safe_dump(file))
     command = (str(MAIN), "-m", "tailrace", "serve", "--config", str(config), "--port", str(port))
-    resources = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 64, "GPU": 1}'}  # for verl's workers; its trainer counts GPUs
+    resources = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 64, "GPU": 2}'}  # for verl's workers; its trainer counts GPUs
     started = subprocess.Popen(
         (*command, "--dashboard-port", str(free_port())),
         cwd=ROOT,

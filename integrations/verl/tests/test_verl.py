@@ -196,6 +196,8 @@ def test_weights_of_every_rank_reach_the_service_and_versions_come_back_as_globa
     whole = trainer.whole()[0]
     assert "lm_head.weight" in whole and one.keys() | other.keys() == whole.keys() - {"lm_head.weight"}, "it is tied"
     assert not one.keys() & other.keys()
+    sent = [first[f"tailrace/published_bytes/rank_{rank}"] for rank in range(2)]
+    assert sent == [sum(one.values()), sum(other.values())]
     assert abs(sum(one.values()) - sum(other.values())) <= max((one | other).values())
     if stands_in:
         loaded = ray.get(server.tensors.remote())

@@ -15,15 +15,17 @@ TENSORS = {f"t{size}": torch.full((size,), float(size)) for size in (9, 1, 4, 7,
 
 
 def test_every_tensor_is_in_one_share_and_shares_are_even():
-    shares = [dict(share_of(TENSORS.items(), rank, range(3))) for rank in range(3)]
+    given = [dict.fromkeys(range(3), 0) for _ in range(3)]
+    shares = [dict(share_of(TENSORS.items(), rank, given[rank])) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(TENSORS)
     sizes = [sum(map(len, share.values())) for share in shares]
     assert max(sizes) - min(sizes) < 9 and sum(sizes) == 34
+    assert given == [{rank: 4 * size for rank, size in enumerate(sizes)}] * 3, "each rank counts the bytes of all"
 
 
 def test_ranks_of_other_nodes_take_all_tensors_and_keep_none():
     tensors = iter(TENSORS.items())
-    assert not list(share_of(tensors, 2, (0, 1))) and not list(tensors)
+    assert not list(share_of(tensors, 2, {0: 0, 1: 0})) and not list(tensors)
 
 
 class Remote:
@@ -44,7 +46,7 @@ async def test_with_weights_dir_the_first_rank_writes_a_folder(tmp_path, monkeyp
     server = Remote(WeightsUpdate(7, Settings(weights_dir=tmp_path), ("t9",)))
     monkeypatch.setattr(tailrace_verl.weights, "this_node", lambda: "one")
     monkeypatch.setattr(tailrace_verl.weights.ray, "get_actor", lambda name: server)
-    assert await send(TENSORS.items(), 3) == 7
+    assert await send(TENSORS.items(), 3) == {"tailrace/weights_version": 7}
     ((version, folder),) = server.loads
     assert version == 7 and load_file(f"{folder}/model-00000.safetensors").keys() == TENSORS.keys() - {"t9"}
 
