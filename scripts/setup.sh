@@ -12,12 +12,12 @@ pip() { quietly env PYTHONUNBUFFERED=1 .venv/bin/python -m pip --disable-pip-ver
 installing() { # words, lock: installs it, and says ten times how far it is; on a terminal in one line
     local words=$1 all here unpacked before shown=0 pid
     all=$(grep -c == "$2")
-    before=$(find .venv/lib -name '*.dist-info' | wc -l)
+    before=$(find .venv/lib -name '*.dist-info' 2>/dev/null | wc -l)
     pip install --no-deps --require-hashes -r "$2" & pid=$!
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
         here=$(grep -cE '^(Collecting|Processing|Requirement already)' "$log" || true)
-        unpacked=$(($(find .venv/lib -name '*.dist-info' | wc -l) - before))
+        unpacked=$(($(find .venv/lib -name '*.dist-info' 2>/dev/null | wc -l) - before))
         [ "$(((here + unpacked) * 5 / all))" -gt "$shown" ] || continue
         shown=$(((here + unpacked) * 5 / all))
         progress "$words: $all packages, $here here, $unpacked unpacked"

@@ -14,6 +14,7 @@ import yaml
 from waiting import until
 
 from tailrace.app.config import DEFAULT_CONFIG
+from tailrace.deployments.staging.slots import Slots, service_name
 from tailrace.kvpool.programs import free_port
 from tailrace.lab.verification.leftovers import processes_of
 
@@ -81,11 +82,14 @@ def served(tiny_model, tmp_path_factory):
     said = process.stdout.readline()
     assert f"127.0.0.1:{port}" in said, said
     yield port
+    slots = Slots(service_name(application["name"], f"127.0.0.1:{port}"))
+    slots.part.mkdir()  # as a trainer leaves that dies while it publishes
     process.send_signal(signal.SIGTERM)  # as Ctrl-C; a shell's background jobs are deaf to SIGINT
     assert process.wait(300) == 0
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the head is gone"
     assert MASTERS and not pool_processes(), "and its pool with it"
+    assert not list(slots.root.glob(f"tailrace-{slots.service}*")), "and memory of weights"
 
 
 def run(port: int, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
