@@ -1,5 +1,6 @@
 """Images of chats without vLLM: what a request may send, forms of templates, and what a chat makes of turns."""
 
+import json
 import struct
 import sys
 import zlib
@@ -227,9 +228,11 @@ for line in sys.stdin:
     asked = json.loads(line)
     if asked["token_ids"] == [0]:
         sys.exit(3)
-    given = len(asked["images"])
+    with open("asked.jsonl", "a") as file:
+        file.write(line)
+    items = {one[1]: ["n" + one[1][:2], "i" * 5] for one in asked["images"] if one[1] not in asked["known"]}
     print(json.dumps({"refused": "image 1: no"} if asked["token_ids"] == [1] else {
-        "names": ["n"] * given, "items": ["i"] * given, "token_ids": asked["token_ids"], "spans": [[0, 1]] * given
+        "items": items, "token_ids": asked["token_ids"], "spans": [[0, 1]] * len(asked["new"])
     }), flush=True)
 """
 
@@ -242,6 +245,7 @@ def child(tmp_path, monkeypatch):
     def make(first: dict) -> ImageProcessor:
         (tmp_path / "child_of_images.py").write_text(CHILD % repr(first))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(image_processor, "MODULE", "child_of_images")
         made.append(ImageProcessor("folder"))
         return made[-1]
@@ -254,13 +258,18 @@ def child(tmp_path, monkeypatch):
 SENT = SentImage.of(url(1))
 
 
+def name_of(image: SentImage) -> str:
+    """Its name by the process of these tests."""
+    return "n" + image.digest[:2]
+
+
 def test_the_process_of_images_starts_at_the_first_chat_and_again_after_its_end(child):
     processor = child({"form": {"in_parts": True, "marks": ["<1>"], "chat_template": None}})
     assert processor._process is None and processor.thread_for(False) is processor.thread
     assert processor.form() == ImageForm(True, ("<1>",)) and processor.thread_for(False) is None
     assert processor.thread_for(True) is processor.thread
     found = processor.process([SENT], [5])
-    assert (found.names, found.items, found.token_ids, len(found.spans)) == (("n",), ("i",), [5], 1)
+    assert (found.names, found.items, found.token_ids, len(found.spans)) == ((name_of(SENT),), ("iiiii",), [5], 1)
     with pytest.raises(ValueError, match="messages: image 1: no"):
         processor.process([SENT], [1])
     with pytest.raises(RuntimeError, match=r"the process of images has ended \(3\); send the request again"):
@@ -281,8 +290,30 @@ def test_chats_of_a_model_without_a_processor_are_text(child):
 def test_items_beyond_a_prompt_s_bytes_are_refused(child, monkeypatch):
     processor = child({"form": {}})
     monkeypatch.setattr(image_processor, "MAX_BYTES", 1)
-    with pytest.raises(ValueError, match="2 bytes once they are processed; a prompt has at most 1, so send fewer"):
+    with pytest.raises(ValueError, match=r"more than [0-9]+ bytes once they are processed; send fewer or smaller ones"):
         processor.process([SENT, SENT], [5])
+
+
+def test_an_earlier_image_is_asked_for_once_and_a_new_one_only_for_its_place(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(image_processor, "REMEMBERED_BYTES", 12)  # of two items
+    processor, (one, two, three) = child({"form": {}}), map(SentImage.of, map(url, (1, 2, 3)))
+
+    def asked(*sent: SentImage, placed: int) -> tuple[list[str], list[str]]:
+        """Digests of the images that the process got, and of those whose items it gave."""
+        found = processor.process(sent, [5], placed)
+        assert found.names == tuple(map(name_of, sent)) and len(found.spans) == len(sent) - placed
+        last = json.loads((tmp_path / "asked.jsonl").read_text().splitlines()[-1])
+        given = [digest for _, digest, _ in last["images"]]
+        return given, [digest for digest in given if digest not in last["known"]]
+
+    assert asked(one, placed=0) == ([one.digest], [one.digest])
+    assert asked(one, two, placed=1) == ([two.digest], [two.digest])
+    assert asked(one, placed=0) == ([one.digest], []), "it has another place, and the same item"
+    lines = (tmp_path / "asked.jsonl").read_text()
+    assert processor.process([one, two], [7], 2).token_ids == [7]
+    assert (tmp_path / "asked.jsonl").read_text() == lines, "nothing was asked"
+    asked(three, placed=0)
+    assert asked(one, two, placed=2) == ([one.digest], [one.digest]), "the one that was used longest ago was forgotten"
 
 
 def test_a_gateway_loads_neither_vllm_nor_torch_for_a_model_of_text(tmp_path):

@@ -13,10 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from tailrace.app.gateway.images.image_form import ImageForm
-from tailrace.app.gateway.images.sent_image import SentImage
+from tailrace.app.gateway.images.remembered_items import ProcessedItem, RememberedItems
+from tailrace.app.gateway.images.sent_image import TOO_LARGE, SentImage
 from tailrace.deployments.features.wire import MAX_BYTES, MAX_ITEMS, PlaceholderSpan
 
 MODULE = "tailrace.app.gateway.images.processing"
+
+REMEMBERED_BYTES = 1 << 30
+"""Maximum size of the items that a gateway remembers: four times what those of one prompt may have."""
 
 
 class ProcessedImages(NamedTuple):
@@ -37,6 +41,7 @@ class ImageProcessor:
         self.thread = ThreadPoolExecutor(1, "images")
         self._folder = folder
         self._process: subprocess.Popen | None = None
+        self._items = RememberedItems(REMEMBERED_BYTES)
         self._form: ImageForm | None = None
         self._refusal: str | None = None
 
@@ -63,17 +68,27 @@ class ImageProcessor:
         line, for an image that the model does not take, and RuntimeError if the process has ended.
         """
         self.check(len(sent))
-        images = [[one.digest, b64encode(one.content).decode()] for one in sent]
-        found = self._ask({"images": images, "token_ids": list(token_ids), "placed": placed})
-        if "refused" in found:
-            raise ValueError(f"messages: {found['refused']}")
-        if (size := sum(map(len, found["items"]))) > MAX_BYTES:
-            raise ValueError(
-                f"messages: the images have {size} bytes once they are processed; a prompt has at most {MAX_BYTES}, "
-                "so send fewer or smaller ones"
-            )
-        spans = tuple(PlaceholderSpan(offset=offset, length=length) for offset, length in found["spans"])
-        return ProcessedImages(tuple(found["names"]), tuple(found["items"]), found["token_ids"], spans)
+        found = {one.digest: item for one in sent if (item := self._items.find(one.digest)) is not None}
+        asked = [
+            [number, one.digest, b64encode(one.content).decode()]
+            for number, one in enumerate(sent, 1)
+            if number > placed or one.digest not in found
+        ]
+        answer = {"items": {}, "token_ids": list(token_ids), "spans": ()}
+        if asked:
+            new = [one.digest for one in sent[placed:]]
+            question = {"images": asked, "token_ids": list(token_ids), "new": new, "known": list(found)}
+            answer = self._ask(question)
+        if "refused" in answer:
+            raise ValueError(f"messages: {answer['refused']}")
+        found |= {digest: ProcessedItem(*item) for digest, item in answer["items"].items()}
+        items = [found[one.digest] for one in sent]
+        if sum(len(item.data) for item in items) > MAX_BYTES:
+            raise ValueError(f"messages: {TOO_LARGE}")
+        self._items.add(found)
+        spans = tuple(PlaceholderSpan(offset=offset, length=length) for offset, length in answer["spans"])
+        names, data = tuple(item.name for item in items), tuple(item.data for item in items)
+        return ProcessedImages(names, data, answer["token_ids"], spans)
 
     def _start(self) -> None:
         command = [sys.executable, "-m", MODULE, self._folder]

@@ -1,7 +1,7 @@
 """The process of `ImageProcessor`: opens images' files, and has vLLM 0.32's processor of the model make their features.
 
-Invariant: each image is processed by itself, whatever else its prompt has, and only once while it is remembered. A file
-is decoded after its size in pixels is known. Source: `renderers/base.py`, `entrypoints/scale_out/token_in_token_out`.
+Invariant: each image is processed by itself, whatever else its prompt has. A file is decoded after its size in pixels
+is known. Source: `renderers/base.py`, `entrypoints/scale_out/token_in_token_out`.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from typing import Any
 
 from PIL import Image
 
-from tailrace.app.gateway.images.sent_image import KINDS
+from tailrace.app.gateway.images.sent_image import KINDS, TOO_LARGE
 from tailrace.deployments.features.prompt_features import item_name
-from tailrace.deployments.features.wire import MAX_ITEMS
+from tailrace.deployments.features.wire import MAX_BYTES, MAX_ITEMS
 
 MAX_PIXELS = Image.MAX_IMAGE_PIXELS
 """Maximum pixels of an image: Pillow's limit for files that unpack to much more than their bytes, 89 million."""
 
-CACHE_GB = 1.0
-"""Memory for processed images, in GiB, so that later turns of a conversation process nothing again: four times what
-the features of one prompt may have."""
+CACHE_GB = 0.5
+"""Memory for processed images, in GiB: more than those of one prompt may have, which are placed once all are processed.
+The gateway remembers those of earlier turns, see `RememberedItems`."""
 
 MAX_CHARACTERS = 300
 """Maximum number of characters of a reason."""
@@ -72,30 +72,35 @@ class ModelImages:
 
         return get_model_cls(self._config).get_placeholder_str("image", number) or ""
 
-    def answer(self, images: Sequence[tuple[str, str]], token_ids: list[int], placed: int) -> dict:
-        """Returns the fields of ProcessedImages. `images`: digest and file of each, the latter in base64. Raises
-        ValueError, one line.
+    def answer(
+        self, images: Sequence[tuple[int, str, str]], token_ids: list[int], new: list[str], known: list[str]
+    ) -> dict:
+        """Returns `token_ids` and `spans` of ProcessedImages, and the `items` of images that are not `known`, name and
+        data by digest. `images`: number in the prompt, digest and file of each, the latter in base64. `new`: digests of
+        those that have their marks in `token_ids`. Raises ValueError, one line.
         """
         from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
 
-        digests = [digest for digest, _ in images]
-        for number, (digest, text) in enumerate(images, 1):
+        items: dict[str, tuple[str, str]] = {}
+        for number, digest, text in images:
             if not self._cache.is_cached_item(digest):
                 try:
                     self._apply(self._dummy(), [opened(b64decode(text))], [digest])
                 except Exception as error:  # of Pillow and of the model's processor: the file's fault
                     raise ValueError(f"image {number}: {said(error)}") from error
-        items = [encode_mm_kwargs_item(self._item(digest)) for digest in digests]
-        found = {"items": items, "names": [item_name("image", b64decode(item), b"") for item in items]}
-        new = digests[placed:]
+            if digest not in items and digest not in known:
+                data = encode_mm_kwargs_item(self._item(digest))
+                items[digest] = item_name("image", b64decode(data), b""), data
+            if sum(len(data) for _, data in items.values()) > MAX_BYTES:
+                raise ValueError(TOO_LARGE)
         if not new:
-            return found | {"token_ids": token_ids, "spans": []}
+            return {"items": items, "token_ids": token_ids, "spans": []}
         try:
             prompt = self._apply(token_ids, [None] * len(new), new)
         except Exception as error:  # the text has not a mark for each image
             raise ValueError(f"the chat template has no place for each of the images: {said(error)}") from error
         spans = [span_of(one) for one in prompt["mm_placeholders"]["image"]]
-        return found | {"token_ids": prompt["prompt_token_ids"], "spans": spans}
+        return {"items": items, "token_ids": prompt["prompt_token_ids"], "spans": spans}
 
     def _item(self, digest: str) -> Any:
         """Returns a processed image with its fields sorted: vLLM's order is a set's, another one in each process."""

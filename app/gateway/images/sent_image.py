@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Self
 
+from tailrace.deployments.features.wire import MAX_BYTES
+
 MAX_SENT_BYTES = 20 << 20
 """Maximum bytes of one image's file. A page of a paper at 300 dpi has 5 MB as PNG."""
 
 DATA_URL = re.compile("data:image/(?:jpeg|jpg|png|webp|gif);base64,", re.IGNORECASE)
+TOO_LARGE = f"the images have more than {MAX_BYTES} bytes once they are processed; send fewer or smaller ones"
 KINDS = "JPEG", "PNG", "WEBP", "GIF"
 """The same kinds of files, by Pillow's names."""
 
