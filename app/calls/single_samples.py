@@ -13,18 +13,20 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, S
 
 
 class SingleSamples:
-    """See the module docstring. `settings` of a call name its session. `had`: names of items of the prompt's features
-    that the service has had: their data are sent only if it asks for them.
+    """See the module docstring. `settings` of a call name its session. `had`: names of items of prompts' features that
+    the service has had: their data are sent only if it asks for them.
     """
 
-    def __init__(self, connection: Connection, loads: OwnLoads):
-        self._connection, self._loads = connection, loads
+    def __init__(self, connection: Connection, loads: OwnLoads, had: Set[str] = frozenset()):
+        self._connection, self._loads, self._had = connection, loads, had
 
-    async def generate(
-        self, settings: BatchSettings, request: SampleRequest, had: Set[str] = frozenset()
-    ) -> SampleAnswer:
+    def after(self, had: Set[str]) -> "SingleSamples":
+        """Returns the calls of a client whose service has had these items."""
+        return SingleSamples(self._connection, self._loads, had)
+
+    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer:
         """Generates one sample. Cancelling the call ends the sample."""
-        retries, resumed, sent = self._connection.retries(), False, request.without_data(had)
+        retries, resumed, sent = self._connection.retries(), False, request.without_data(self._had)
         while True:
             try:
                 return await self._generate_once(settings, sent, resumed)
@@ -49,12 +51,10 @@ class SingleSamples:
             raise await self._loads.error_of(answer, "generate", sent, [request.group.adapter], resumed)
         return answer
 
-    async def stream(
-        self, settings: BatchSettings, request: SampleRequest, had: Set[str] = frozenset()
-    ) -> AsyncIterator[SampleTokens]:
+    async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
         """Yields one sample as its chunks end. Closing the iterator ends the sample."""
         retries, given, is_begun, is_whole = self._connection.retries(), [], False, False
-        sent = request.without_data(had)
+        sent = request.without_data(self._had)
         while not is_whole:
             try:
                 async with aclosing(self._stream_once(settings, sent, is_begun)) as items:

@@ -120,11 +120,11 @@ class GatewayService:
 
     async def generate(self, role: Role, wanted: Wanted, naming: Naming) -> list[list[SampleAnswer]]:
         """Returns the samples of each prompt. Cancelling the call ends them."""
-        settings, client = naming.session(), self.client(role)
+        settings, samples = naming.session(), self.client(role).samples.after(naming.had)
         asked = await self._asked(wanted, naming)
         with self._renewed(settings.batch_id):
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(client.samples.generate(settings, one, naming.had)) for one in asked]
+                calls = [group.create_task(samples.generate(settings, one)) for one in asked]
         answers = [call.result() for call in calls]
         return [answers[start : start + wanted.n] for start in range(0, len(answers), wanted.n)]
 
@@ -132,13 +132,13 @@ class GatewayService:
         """Yields the samples' parts as they arrive, each with the number of its sample. Closing the iterator ends
         them.
         """
-        settings, client = naming.session(), self.client(role)
+        settings, samples = naming.session(), self.client(role).samples.after(naming.had)
         asked = await self._asked(wanted, naming)
         items: asyncio.Queue = asyncio.Queue()
 
         async def read(number: int, request: SampleRequest) -> None:
             try:
-                async with aclosing(client.samples.stream(settings, request, naming.had)) as parts:
+                async with aclosing(samples.stream(settings, request)) as parts:
                     async for part in parts:
                         items.put_nowait((number, part))
                 items.put_nowait((number, None))
