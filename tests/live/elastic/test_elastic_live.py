@@ -78,7 +78,7 @@ async def until(client, replicas: int) -> None:
 
 
 class Copies:
-    """Copies in a journal so far. `began`: by their ids, the chunks that they race with; `latest`: the last chunk of each
+    """Copies in a journal so far. `began`: the chunks that they race with, by their ids; `latest`: last chunk of each
     sample that is no copy; `stopped`: chunks that were asked to stop; `beaten`: those that another chunk beat.
     """
 
