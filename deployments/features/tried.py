@@ -18,6 +18,7 @@ class Tried:
         return member in self._members
 
     def add(self, *members: Hashable) -> None:
+        """Adds members as the most recently used, and drops others beyond the limit."""
         for member in members:
             self._members[member] = None
             self._members.move_to_end(member)

@@ -29,6 +29,7 @@ class RememberedItems:
         return self._items.get(digest)
 
     def add(self, items: Mapping[str, ProcessedItem]) -> None:
+        """Adds items, and drops others beyond the limit."""
         for digest, item in items.items():
             if self.find(digest) is None:
                 self._items[digest] = item

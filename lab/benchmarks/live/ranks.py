@@ -7,7 +7,6 @@ counted.
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from tailrace.app.cluster import LOOPBACK_ONLY, service
 from tailrace.app.config import ServeFile
 from tailrace.app.errors import Failed
 from tailrace.app.model import resolve_model
+from tailrace.kvpool.programs import free_port
 from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
 from tailrace.lab.benchmarks.live.rank_process import LAYOUTS, RankJob
 
@@ -69,9 +69,7 @@ class RankProcesses:
     def __init__(self, model: Path, layout: str, versions: tuple[int, ...], timeout_s: float = 60.0):
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port("127.0.0.1")
         address, size = ray.get_runtime_context().gcs_address, LAYOUTS[layout]
         shared = {"port": port, "address": address, "model": str(model), "layout": layout, "versions": versions}
         shared |= {"world_size": size, "timeout_s": timeout_s}
