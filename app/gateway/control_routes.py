@@ -14,6 +14,7 @@ from tailrace.app.gateway.edge.errors import add_refusals
 from tailrace.app.gateway.edge.fields import RequestBody
 from tailrace.app.gateway.service import GatewayService, check_here
 from tailrace.app.gateway.vllm_config import vllm_config
+from tailrace.app.http.weights_answer import told
 from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.weight_transfer import backend_of, named_in_memory
 from tailrace.deployments.messages.chunk import TAGS
@@ -149,8 +150,7 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
     async def update_weights(update: WeightsUpdate, http: Request):
         role = http.scope["role"]
         if update.update_info is None:
-            loaded = await service.update_weights(role, update.weight_dir, update.version)
-            return {"message": f"weights {loaded} are loaded", "weight_version": str(loaded)}
+            return told(await service.update_weights(role, update.weight_dir, update.version))
         if "source" in update.update_info:
             check_here(named_in_memory(update.update_info))
         await service.client(role).transfer_weights("part", update.update_info)

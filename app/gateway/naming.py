@@ -25,7 +25,7 @@ DRAWN = -1
 
 class Naming(NamedTuple):
     """`index`: index of the first sample of the request. `weights_version`: the only one under which it may begin.
-    `branches`: see SampleRequest. `had`: names of items of its features that the service has had.
+    `branches`: see SampleRequest.
     """
 
     seed: int
@@ -36,7 +36,6 @@ class Naming(NamedTuple):
     hold_s: int = 0
     weights_version: int | None = None
     branches: bool = False
-    had: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, headers: Mapping[str, str], request_seed: int | None) -> "Naming":

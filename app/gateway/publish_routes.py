@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from tailrace.app.gateway.edge.fields import Listed, RequestBody
 from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.uploaded_ranks import UploadedRanks
+from tailrace.app.http.weights_answer import told
 from tailrace.deployments.coordinator.weights import MAX_VERSION
 from tailrace.deployments.messages.pieces import PublishPhase, RankPart, TensorForm, TensorPiece
 from tailrace.deployments.staging.safetensors_header import ITEM_BYTES
@@ -91,8 +92,7 @@ def add_publishing(app: FastAPI, service: GatewayService) -> None:
     @app.post("/weights/{version}/loaded")
     async def loaded(version: Version, named: RankNamed):
         """Return once the replicas hold the version."""
-        found = await ranks.loaded(version, named.rank)
-        return {"weight_version": str(found.version), "weights_digest": found.digest, "replicas": found.replicas}
+        return told(await ranks.loaded(version, named.rank))
 
     @app.post("/weights/{version}/failed")
     async def failed(version: Version, given: RankFailed, http: Request):

@@ -85,8 +85,8 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         check_bound(name, bound, model.max_model_len)
         chat = await service.chat(request)
         check_length(len(chat.token_ids), model.max_model_len)
-        sampling, chunk_tokens = chat.sampling(), request.chunk_tokens()
-        wanted = Wanted([chat.prompt], request.n, bound, sampling, chunk_tokens, adapter=model.adapter)
+        settings = chat.sampling(), request.chunk_tokens(), model.adapter, chat.image_names
+        wanted = Wanted([chat.prompt], request.n, bound, *settings)
         naming = await asyncio.to_thread(Naming.of(http.headers, request.seed).named, chat.prompt)
         if request.stream:
             return await streamed(service, http, ChatStream(chat, request, model, naming, wanted))

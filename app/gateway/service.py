@@ -11,7 +11,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
+from cachetools import LRUCache
+
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.single_samples import SingleSamples
 from tailrace.app.gateway.chat.answer_parser import AnswerParser
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.conversations import AnsweredTurns, Conversations
@@ -23,7 +26,7 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.roles import Role
-from tailrace.deployments.messages.rollout import PromptGroup, SamplingParams
+from tailrace.deployments.messages.rollout import PromptGroup, SamplingParams, WeightsLoaded
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.staging.slots import is_memory, memory_source, slot_of
 
@@ -31,6 +34,9 @@ MAX_SAMPLES = 1_024
 """Maximum number of samples of one request: each costs the gateway 0.1 ms of its event loop before others have their
 turn.
 """
+
+MAX_SENT_IMAGES = 65_536
+"""Maximum number of images of which a gateway remembers that it has sent them: 10 MB of names."""
 
 
 class ServedModel(NamedTuple):
@@ -50,7 +56,7 @@ class ServedModel(NamedTuple):
 class Wanted(NamedTuple):
     """Samples of one HTTP request. `prompts`: in the format of a PromptGroup; `n`: samples of each. `max_tokens`: None
     for as many as the model's context has room for. `chunk_tokens`: maximum tokens of an event of a stream. `adapter`:
-    its name.
+    its name. `images`: names of the prompts' images, if their processor has named them by their content.
     """
 
     prompts: Sequence[Mapping]
@@ -59,6 +65,7 @@ class Wanted(NamedTuple):
     sampling: SamplingParams
     chunk_tokens: int | None = None
     adapter: str | None = None
+    images: Sequence[str] = ()
 
 
 class GatewayService:
@@ -67,6 +74,7 @@ class GatewayService:
     def __init__(self, client_of: Callable[[Role], RolloutClient], config: GatewayConfig):
         self._client_of, self._config = client_of, config
         self._conversations = Conversations(CONVERSATION_TOKENS)
+        self._sent_images: LRUCache[str, bool] = LRUCache(MAX_SENT_IMAGES)
         self._clients: dict[Role, RolloutClient] = {}
         self._model: ServedModel | None = None
         self._adapters: set[str] = set()
@@ -120,11 +128,10 @@ class GatewayService:
 
     async def generate(self, role: Role, wanted: Wanted, naming: Naming) -> list[list[SampleAnswer]]:
         """Returns the samples of each prompt. Cancelling the call ends them."""
-        settings, samples = naming.session(), self.client(role).samples.after(naming.had)
-        asked = await self._asked(wanted, naming)
+        settings, asked = naming.session(), await self._asked(wanted, naming)
         with self._renewed(settings.batch_id):
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(samples.generate(settings, one)) for one in asked]
+                calls = [group.create_task(self._calls(role, wanted).generate(settings, one)) for one in asked]
         answers = [call.result() for call in calls]
         return [answers[start : start + wanted.n] for start in range(0, len(answers), wanted.n)]
 
@@ -132,13 +139,12 @@ class GatewayService:
         """Yields the samples' parts as they arrive, each with the number of its sample. Closing the iterator ends
         them.
         """
-        settings, samples = naming.session(), self.client(role).samples.after(naming.had)
-        asked = await self._asked(wanted, naming)
+        settings, asked = naming.session(), await self._asked(wanted, naming)
         items: asyncio.Queue = asyncio.Queue()
 
-        async def read(number: int, request: SampleRequest) -> None:
+        async def read(number: int, request: SampleRequest, calls: SingleSamples) -> None:
             try:
-                async with aclosing(samples.stream(settings, request)) as parts:
+                async with aclosing(calls.stream(settings, request)) as parts:
                     async for part in parts:
                         items.put_nowait((number, part))
                 items.put_nowait((number, None))
@@ -146,7 +152,9 @@ class GatewayService:
                 items.put_nowait((number, error))
 
         with self._renewed(settings.batch_id):
-            readers = [asyncio.ensure_future(read(*one)) for one in enumerate(asked)]
+            readers = [
+                asyncio.ensure_future(read(number, one, self._calls(role, wanted))) for number, one in enumerate(asked)
+            ]
             try:
                 left = len(readers)
                 while left:
@@ -161,6 +169,14 @@ class GatewayService:
                 for reader in readers:
                     reader.cancel()
                 await asyncio.gather(*readers, return_exceptions=True)
+
+    def _calls(self, role: Role, wanted: Wanted) -> SingleSamples:
+        """Returns the calls of a sample, which is asked for next. Images whose data went to the service before have
+        none, unless it asks for them.
+        """
+        had = frozenset(name for name in wanted.images if self._sent_images.get(name))
+        self._sent_images.update(dict.fromkeys(wanted.images, True))
+        return self.client(role).samples.after(had)
 
     async def _asked(self, wanted: Wanted, naming: Naming) -> list[SampleRequest]:
         if len(wanted.prompts) * wanted.n > MAX_SAMPLES:
@@ -209,16 +225,16 @@ class GatewayService:
                 with contextlib.suppress(Exception):  # the service is unreachable; the requests themselves raise
                     self.client(Role.EVALUATOR).samples.renew(session)
 
-    async def update_weights(self, role: Role, folder: str, version: int | None) -> int:
-        """Loads a folder under `version`, or under the next one. Returns it. Raises ValueError for weights in the
-        memory of another machine.
+    async def update_weights(self, role: Role, folder: str, version: int | None) -> WeightsLoaded:
+        """Loads a folder under `version`, or under the next one. Raises ValueError for weights in the memory of another
+        machine.
         """
         if is_memory(folder):
             check_here(folder)
         client = self.client(role)
         if version is None:
             version = (await client.status()).weights_version + 1
-        return (await client.update_weights(version, folder)).version
+        return await client.update_weights(version, folder)
 
 
 def check_here(source: str) -> None:

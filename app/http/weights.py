@@ -9,6 +9,7 @@ from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import Interrupted
 from tailrace.app.http.gateway_connection import GatewayConnection
 from tailrace.app.http.refused import GivenUp
+from tailrace.app.http.weights_answer import loaded_of
 from tailrace.deployments.messages.rollout import BatchSettings, WeightsLoaded
 from tailrace.deployments.messages.session import SampleAnswer
 
@@ -34,8 +35,7 @@ class GatewayWeights:
 
     async def update(self, version: int, source: str) -> WeightsLoaded:
         """Has the service load the folder `source`. Raises WeightsRejected."""
-        loaded = await self._own.update(version, str(source))
-        return loaded.model_copy(update={"digest": (await self.info()).digest})
+        return await self._own.update(version, str(source))
 
     async def expect(self, version: int) -> None:
         """Raises RolloutRejected if other weights are served, and this client cannot load them."""
@@ -60,7 +60,6 @@ class GatewayWeights:
 async def _load(connection: GatewayConnection, version: int, source: str, digest: str) -> WeightsLoaded:
     """Has the service load a folder; `digest` is empty, since no route takes it."""
     try:
-        await connection.ask("POST", "/update_weights", {"weight_dir": source, "version": version})
+        return loaded_of(await connection.ask("POST", "/update_weights", {"weight_dir": source, "version": version}))
     except (RolloutRejected, GivenUp) as error:
         raise WeightsRejected(str(error)) from error
-    return WeightsLoaded(version=version, digest=digest, replicas=())

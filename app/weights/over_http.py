@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 
 from tailrace.app.calls.refused import WeightsRejected, error_of_status
 from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
+from tailrace.app.http.weights_answer import loaded_of
 from tailrace.app.weights.held_pieces import held_pieces, rows_of
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import WeightsLoaded
@@ -108,13 +109,11 @@ class HttpWeights:
             _, _, data = as_bytes(str(piece), values)
             query = {"rank": named["rank"], "number": number, "checksum": checksum_of_piece(piece, data)}
             self._send("POST", f"/weights/{version}/pieces?{urlencode(query)}", data, "application/octet-stream")
-        found = self._call("POST", f"/weights/{version}/loaded", {"rank": named["rank"]})
-        return WeightsLoaded(version=version, digest=found["weights_digest"], replicas=tuple(found["replicas"]))
+        return loaded_of(self._call("POST", f"/weights/{version}/loaded", {"rank": named["rank"]}))
 
     def update_weights_blocking(self, version: int, source: str) -> WeightsLoaded:
         """Loads a folder that all nodes of the service see. Raises WeightsRejected; the former weights then stay."""
-        self._call("POST", "/update_weights", {"weight_dir": source, "version": version})
-        return WeightsLoaded(version=version, digest=self.status_blocking().weights_digest, replicas=())
+        return loaded_of(self._call("POST", "/update_weights", {"weight_dir": source, "version": version}))
 
     def _call(self, method: str, path: str, body: dict | None = None) -> dict:
         """Returns the answer. Raises WeightsRejected or PermissionError with the service's reason, OSError if none

@@ -8,6 +8,7 @@ depend on the order of requests. Called by `Rollouts` and the coordinator.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,6 +92,7 @@ class OpenSessions:
         self._admission, self._loop, self._quota, self._observe = admission, loop, quota, observe
         self._sessions: dict[str, OpenSession] = {}
         self._submissions: set[asyncio.Task] = set()
+        self._in_turn = ThreadPoolExecutor(1, "features")  # mates after the first have no data of their own
 
     @property
     def submitting(self) -> int:
@@ -135,7 +137,8 @@ class OpenSessions:
                 return message
         if (refused := await self._admission.refusal(settings)) is not None:
             return refused
-        prepared = await asyncio.to_thread(self._prompts.prepare_group, request.group)
+        thread = None if request.group.features is None else self._in_turn
+        prepared = await asyncio.get_running_loop().run_in_executor(thread, self._prompts.prepare_group, request.group)
         if not isinstance(prepared, Rejected):
             prepared = self._adapters.bound(prepared, settings.min_adapter_versions)
         if isinstance(prepared, Rejected):

@@ -8,12 +8,12 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 
 import numpy as np
+from cachetools import LRUCache
 from pydantic import ValidationError
 
 from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import form_refusal
 from tailrace.deployments.constraints.request_check import sampling_refusal
-from tailrace.deployments.features.tried import Tried
 from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
@@ -53,7 +53,7 @@ class Requests:
         model = engine.vllm_config.model_config
         self.vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
         self._no_features = features_unfit(model)
-        self._tried = Tried(MAX_TRIED)  # prompts with features, and their items, that the model takes
+        self._tried = LRUCache(MAX_TRIED)  # prompts with features, and their items, that the model takes
         self.block_tokens = engine.vllm_config.cache_config.block_size
         # vLLM keeps one block, the null block, for itself.
         self.kv_blocks = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -99,16 +99,16 @@ class Requests:
         Raises FeaturesRefused, one line.
         """
         features, prompt = chunk.features, chunk.token_ids[: chunk.answer_start]
-        if self._tried.has(whole := (features.name, blake2b(prompt.tobytes(), digest_size=16).digest())):
+        if self._tried.get(whole := (features.name, blake2b(prompt.tobytes(), digest_size=16).digest())):
             return
         items = [(item.name, item.length) for item in features.items]
-        new = [number for number, item in enumerate(items) if not self._tried.has(item)]
+        new = [number for number, item in enumerate(items) if not self._tried.get(item)]
         reasons = [self._no_features or ("a placeholder is not in the prompt" if features.end > len(prompt) else None)]
         if reasons == [None]:
             reasons = self._engine.collective_rpc("features_refusal", args=(features, prompt.tolist(), new))
         if (reason := next((reason for reason in reasons if reason is not None), None)) is not None:
             raise FeaturesRefused(f"features: {reason}")
-        self._tried.add(whole, *items)
+        self._tried.update(dict.fromkeys((whole, *items), True))
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
         try:

@@ -236,9 +236,9 @@ def test_errors_are_one_line_of_text_and_name_the_field():
 
 def test_names_come_from_headers_then_from_the_seed_then_by_chance():
     headers = {"x-tailrace-seed": "3", "x-tailrace-step": "4", "x-tailrace-group": "g", "x-tailrace-index": "5"}
-    assert Naming.of(headers, 9) == (3, 4, "g", 5, 0, 0, None, False, frozenset())
+    assert Naming.of(headers, 9) == (3, 4, "g", 5, 0, 0, None, False)
     assert Naming.of(headers | {"x-tailrace-turn": "2", "x-tailrace-hold": "60"}, 9)[3:6] == (5, 2, 60)
-    assert Naming.of({}, 9) == (0, 0, None, 9, 0, 0, None, False, frozenset())
+    assert Naming.of({}, 9) == (0, 0, None, 9, 0, 0, None, False)
     for drawn in (None, -1):
         assert Naming.of({}, drawn).index != Naming.of({}, drawn).index
     prompt = {"token_ids": (1, 2)}

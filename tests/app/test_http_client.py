@@ -30,7 +30,8 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
 from tailrace.app.http.samples import GatewaySamples
-from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
+from tailrace.app.http.weights_answer import told
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams, WeightsLoaded
 from tailrace.http import Client
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.policies.protocol.actions import SampleEnd
@@ -67,7 +68,9 @@ class Gateway:
         if request.url.path == "/update_weights":
             self.version = body["version"]
             self.sources.append(body["weight_dir"])
-            return httpx.Response(200, json={"message": "", "weight_version": str(self.version)})
+            aside = {"replica-1": "its score differs"}
+            loaded = WeightsLoaded(version=self.version, digest="d", replicas=("replica-0",), set_aside=aside)
+            return httpx.Response(200, json=told(loaded))
         if request.url.path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"):
             return self._of_adapters(request.url.path, body)
         if body.get("model", "model") in ("model", *self.adapters):
@@ -366,7 +369,8 @@ def test_weights_are_those_that_are_asked_for(gateway):
     with pytest.raises(RolloutRejected, match="holds weights 0, and 2 or higher"):
         client.open(min_weights_version=2).generate_blocking((1,))
     loaded = client.update_weights_blocking(7, "/weights/7")
-    assert (loaded.version, loaded.digest) == (7, "d")
+    assert (loaded.version, loaded.digest, loaded.replicas) == (7, "d", ("replica-0",))
+    assert loaded.set_aside == {"replica-1": "its score differs"}, "a trainer over HTTP is told, too"
     assert len(list(client.rollout_blocking(batch(weights_version=7)))) == 2
     gateway.version = 0  # restarted, on the weights of its configuration
     groups = list(client.rollout_blocking(batch()))

@@ -24,7 +24,6 @@ from tailrace.deployments.features import kept_items, wire
 from tailrace.deployments.features.encoder import encode_alone
 from tailrace.deployments.features.item_check import item_refusal
 from tailrace.deployments.features.prompt_features import PromptFeatures, continues
-from tailrace.deployments.features.tried import Tried
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.logged_tokens import group_digest
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy
@@ -109,16 +108,6 @@ def test_nothing_is_kept_for_those_that_may_come(monkeypatch):
     assert "bytes; a prompt has at most" in prompts.prepare_group(group(short)).reason
     by_another_hash = features((1, 3), kwargs_data={"image": [""]})
     assert prompts.prepare_group(group(by_another_hash)).by is RejectedBy.DATA
-
-
-def test_what_was_tried_longest_ago_is_forgotten_first():
-    tried = Tried(3)
-    tried.add("a", "b", "c")
-    assert tried.has("a")
-    tried.add("d")
-    assert [name for name in "abcd" if tried.has(name)] == ["a", "c", "d"]
-    tried.add("a", "e")
-    assert [name for name in "abcde" if tried.has(name)] == ["a", "d", "e"]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ class Chat:
         """The prompt in the format of a PromptGroup."""
         return {"token_ids": self.token_ids} | ({} if self.features is None else {"features": self.features})
 
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        return tuple(image.name for image in self.images)
+
     def _sent(self, processor: ImageProcessor | None) -> list[SentImage]:
         if processor is None and self.request.has_images:
             model = Path(self._prompts.model).name

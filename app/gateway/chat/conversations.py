@@ -7,12 +7,12 @@ dropped, or was answered by another replica, is encoded again. Called by `Chat`,
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from cachetools import LRUCache
 
 from tailrace.deployments.features.wire import PlaceholderSpan
 
@@ -39,27 +39,17 @@ class Conversations:
     """`max_tokens`: maximum over all turns; the least recently used are dropped."""
 
     def __init__(self, max_tokens: int):
-        self._left = max_tokens
-        self._turns: OrderedDict[bytes, AnsweredTurn] = OrderedDict()
+        self._turns: LRUCache[bytes, AnsweredTurn] = LRUCache(max_tokens, lambda turn: len(turn.token_ids))
         self._lock = threading.Lock()
 
     def keep(self, digest: bytes, turn: AnsweredTurn) -> None:
-        with self._lock:
-            self._forget(digest)
-            self._turns[digest] = turn
-            self._left -= len(turn.token_ids)
-            while self._left < 0:
-                self._forget(next(iter(self._turns)))
+        if len(turn.token_ids) <= self._turns.maxsize:
+            with self._lock:
+                self._turns[digest] = turn
 
     def find(self, digest: bytes) -> AnsweredTurn | None:
         with self._lock:
-            if digest in self._turns:
-                self._turns.move_to_end(digest)
             return self._turns.get(digest)
-
-    def _forget(self, digest: bytes) -> None:
-        if (turn := self._turns.pop(digest, None)) is not None:
-            self._left += len(turn.token_ids)
 
 
 def digest_of(template: Mapping) -> bytes:

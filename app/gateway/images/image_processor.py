@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from cachetools import LRUCache
+
 from tailrace.app.gateway.images.image_form import ImageForm
-from tailrace.app.gateway.images.remembered_items import ProcessedItem, RememberedItems
 from tailrace.app.gateway.images.sent_image import TOO_LARGE, SentImage
 from tailrace.deployments.features.wire import MAX_BYTES, MAX_ITEMS, PlaceholderSpan
 
@@ -21,6 +22,13 @@ MODULE = "tailrace.app.gateway.images.processing"
 
 REMEMBERED_BYTES = 1 << 30
 """Maximum size of the items that a gateway remembers: four times what those of one prompt may have."""
+
+
+class ProcessedItem(NamedTuple):
+    """`name`: of the item, as PromptFeatures names it. `data`: vLLM's msgpack in base64."""
+
+    name: str
+    data: str
 
 
 class ProcessedImages(NamedTuple):
@@ -41,7 +49,7 @@ class ImageProcessor:
         self.thread = ThreadPoolExecutor(1, "images")
         self._folder = folder
         self._process: subprocess.Popen | None = None
-        self._items = RememberedItems(REMEMBERED_BYTES)
+        self._items: LRUCache[str, ProcessedItem] = LRUCache(REMEMBERED_BYTES, lambda item: len(item.data))
         self._form: ImageForm | None = None
         self._refusal: str | None = None
 
@@ -68,7 +76,7 @@ class ImageProcessor:
         line, for an image that the model does not take, and RuntimeError if the process has ended.
         """
         self.check(len(sent))
-        found = {one.digest: item for one in sent if (item := self._items.find(one.digest)) is not None}
+        found = {one.digest: item for one in sent if (item := self._items.get(one.digest)) is not None}
         asked = [
             [number, one.digest, b64encode(one.content).decode()]
             for number, one in enumerate(sent, 1)
@@ -85,7 +93,7 @@ class ImageProcessor:
         items = [found[one.digest] for one in sent]
         if sum(len(item.data) for item in items) > MAX_BYTES:
             raise ValueError(f"messages: {TOO_LARGE}")
-        self._items.add(found)
+        self._items.update(found)
         spans = tuple(PlaceholderSpan(offset=offset, length=length) for offset, length in answer["spans"])
         names, data = tuple(item.name for item in items), tuple(item.data for item in items)
         return ProcessedImages(names, data, answer["token_ids"], spans)

@@ -24,7 +24,7 @@ MAX_PIXELS = Image.MAX_IMAGE_PIXELS
 
 CACHE_GB = 0.5
 """Memory for processed images, in GiB: more than those of one prompt may have, which are placed once all are processed.
-The gateway remembers those of earlier turns, see `RememberedItems`."""
+The gateway's `ImageProcessor` remembers those of earlier turns."""
 
 MAX_CHARACTERS = 300
 """Maximum number of characters of a reason."""

@@ -21,6 +21,7 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.service import GatewayService, Wanted
 from tailrace.app.gateway.sglang.answers import GenerateStream, generated
 from tailrace.app.gateway.sglang.requests import GenerateRequest
+from tailrace.app.http.weights_answer import told
 from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.messages.chunk import TAGS
 from tailrace.deployments.messages.roles import Role
@@ -136,7 +137,7 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
         if update.abort_all_requests:
             await service.client(role).cancel_all()
         loaded = await service.update_weights(role, update.model_path, version)
-        return {"success": True, "message": f"weights {loaded} are loaded", "num_paused_requests": 0}
+        return {"success": True, "message": told(loaded)["message"], "num_paused_requests": 0}
 
     @app.get("/get_weight_version")
     async def get_weight_version():

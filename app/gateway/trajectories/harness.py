@@ -93,5 +93,6 @@ def _begun(
     wished = request.max_tokens if chat is None else request.bound[1]
     bound = min(wished or model.max_model_len, model.max_model_len, left)
     sampling = turn.tree.opening.sampling.over((chat or request).sampling())
-    prompt = {"token_ids": token_ids} if chat is None else chat.prompt
-    return naming, Wanted([prompt], 1, bound, sampling, request.chunk_tokens(), adapter=model.adapter)
+    prompt, images = ({"token_ids": token_ids}, ()) if chat is None else (chat.prompt, chat.image_names)
+    settings = sampling, request.chunk_tokens(), model.adapter, images
+    return naming, Wanted([prompt], 1, bound, *settings)

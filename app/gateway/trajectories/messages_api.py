@@ -29,13 +29,9 @@ UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 
 
 async def messages(harness: Harness, body: dict, http: Request):
-    """Makes a turn, or refuses a field that vLLM ignores, and without which a request means something else."""
-    if body.get("thread") is not None:
-        line = "thread: conversations are not kept under a message's id; send all messages, without it"
-        refused = error_body(400, line)["error"] | {"details": UNTHREADED}
-        return JSONResponse({"type": "error", "error": refused}, 400)
-    if body.get("compaction") is not None:
-        raise ValueError("compaction: not honoured here; remove it")
+    """Makes a turn."""
+    if (refused := _refused(body)) is not None:
+        return refused
     asked = AnthropicMessagesRequest(**body)
     turn = await harness.turn(http)
     return await harness.answer(http, turn, await chat_request(harness, asked), _whole, _streamed)
@@ -43,9 +39,24 @@ async def messages(harness: Harness, body: dict, http: Request):
 
 async def count_tokens(harness: Harness, body: dict, http: Request):
     """Returns the tokens of the prompt that `messages` would make; begins no turn."""
+    if (refused := _refused(body)) is not None:
+        return refused
     request = await chat_request(harness, AnthropicCountTokensRequest(**body))
     _, chat = await harness.chat(await harness.turn(http), request)
     return {"input_tokens": len(chat.token_ids)}
+
+
+def _refused(body: dict) -> JSONResponse | None:
+    """Refuses a field that vLLM ignores, and without which a request means something else. Raises ValueError for one
+    that no client leaves out by itself.
+    """
+    if body.get("thread") is not None:
+        line = "thread: conversations are not kept under a message's id; send all messages, without it"
+        refused = error_body(400, line)["error"] | {"details": UNTHREADED}
+        return JSONResponse({"type": "error", "error": refused}, 400)
+    if body.get("compaction") is not None:
+        raise ValueError("compaction: not honoured here; remove it")
+    return None
 
 
 async def chat_request(harness: Harness, asked: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> ChatRequest:

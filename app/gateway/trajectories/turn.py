@@ -58,7 +58,7 @@ class TurnInProgress:
         said = [said_digest(one) for one in messages if one.role == "assistant"]
         images = () if chat is None else chat.images
         self._chat, self._begun = chat, self.tree.begin(token_ids, said, images)
-        opening, parent = self.tree.opening, self._begun.parent
+        opening = self.tree.opening
         settings = opening.settings
         naming = Naming(
             seed=settings.seed,
@@ -68,7 +68,6 @@ class TurnInProgress:
             turn=self._begun.turn,
             branches=True,
             weights_version=settings.weights_version,
-            had=frozenset() if parent is None else frozenset(one.name for one in self.tree.images(parent)),
         )
         return naming, opening.limits.tokens - self.tree.sampled_tokens
 

@@ -9,7 +9,7 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 RATES = (2e-5, 1e-6)
 """Learning rates of deltas: that of examples/train.yaml, and the default."""
 
-USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart"
+USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart,fsdp2_2_http"
 
 
 @click.command("ranks")
@@ -18,7 +18,8 @@ USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart"
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Decoding meanwhile.")
 @click.option("--model", default=None, help="A model's folder; by default the configuration's.")
 @click.option("--deltas/--no-deltas", default=True, show_default=True, help="Also deltas after steps of AdamW.")
-@click.option("--config", default=DEFAULT_CONFIG, show_default="serve.yaml", type=click.Path())
+@click.option("--config", default=DEFAULT_CONFIG.with_name("serve.http.yaml"), show_default="serve.http.yaml",
+              type=click.Path())  # fmt: skip
 @AS_JSON
 def command(layouts, repeats, samples, model, deltas, config, as_json):
     """Update two replicas that decode from 1, 2 and 4 ranks that are processes: FSDP2 and tensor parallelism.

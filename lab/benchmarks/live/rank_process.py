@@ -8,13 +8,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """`address`: the Ray cluster's. `layout`: one of `LAYOUTS`. `versions`: to publish, in order. `timeout_s`: the
-    ranks' limit for one another.
+    """`address`: the Ray cluster's, or the gateway's for a layout that publishes over HTTP. `layout`: one of `LAYOUTS`.
+    `versions`: to publish, in order. `timeout_s`: the ranks' limit for one another.
     """
 
     rank: int
@@ -33,8 +35,11 @@ class RankJob:
 CHANGE = 1.001
 """Factor of all weights from one version to the next."""
 
-LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2, "fsdp2_2_apart": 2}
-"""Number of ranks by layout: one process, FSDP2, tensor parallelism; ranks that take themselves for two nodes."""
+APART, HTTP = "_apart", "_http"
+"""Endings of layouts whose ranks take themselves for two nodes, and of those that publish over HTTP."""
+
+LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2, f"fsdp2_2{APART}": 2, f"fsdp2_2{HTTP}": 2}
+"""Number of ranks by layout: one process, FSDP2, tensor parallelism."""
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
@@ -63,6 +68,30 @@ def laid_out(model, layout: str, world_size: int):
     return model
 
 
+def by_memory(job: RankJob) -> Callable:
+    """Returns the call that publishes a version of a model from this rank, through shared memory."""
+    from tailrace.app.cluster import connect
+    from tailrace.app.weights import publish
+
+    if job.layout.endswith(APART):
+        publish.this_node = lambda: f"node {job.rank}"
+    return partial(publish.publish, client=connect(job.address), timeout_s=job.timeout_s)
+
+
+def over_http(job: RankJob) -> Callable:
+    """Returns the same call through the gateway, which blocks the rank until the end."""
+    from tailrace.app.weights.over_http import HttpWeights
+
+    weights = HttpWeights(job.address)
+
+    def publish(version, model):
+        began_s = time.monotonic()
+        loaded = weights.publish_blocking(version, model, job.rank, job.world_size, timeout_s=job.timeout_s)
+        return loaded.model_copy(update={"staged_s": time.monotonic() - began_s})
+
+    return publish
+
+
 def main(job: RankJob) -> None:
     import torch
 
@@ -74,12 +103,7 @@ def main(job: RankJob) -> None:
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     model = laid_out(model, job.layout, job.world_size)
-    from tailrace.app.cluster import connect
-    from tailrace.app.weights import publish
-
-    if job.layout.endswith("_apart"):
-        publish.this_node = lambda: f"node {job.rank}"
-    client = connect(job.address)
+    publishing = over_http(job) if job.layout.endswith(HTTP) else by_memory(job)
     for version in job.versions:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -88,13 +112,12 @@ def main(job: RankJob) -> None:
         sys.stdin.readline()  # all ranks are told at once
         began_s = time.monotonic()
         try:
-            publishing = publish.begin(version, model, client=client, timeout_s=job.timeout_s)
-            loaded = publishing.wait()
+            loaded = publishing(version, model)
         except ValueError as error:
             row = {"refused": str(error)}
         else:
             row = {"paused_s": list(loaded.paused_s.values()), "digest": loaded.digest, "blocked_s": loaded.staged_s}
-        print(json.dumps(row | {"update_s": time.monotonic() - began_s}), flush=True)
+        print(json.dumps({"update_s": time.monotonic() - began_s} | row), flush=True)
     os._exit(0)  # the others may still wait for their end
 
 

@@ -1,7 +1,7 @@
 """Updates from every rank of a trainer, by layout: two replicas decode, and ranks are processes of this machine.
 
-Ranks publish through shared memory. The layouts take turns, each with ranks of its own; the first update of each is not
-counted.
+Ranks publish through shared memory, or over HTTP. The layouts take turns, each with ranks of its own; the first update
+of each is not counted.
 """
 
 import asyncio
@@ -16,30 +16,47 @@ from statistics import median
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import LOOPBACK_ONLY, service
 from tailrace.app.config import ServeFile
-from tailrace.app.errors import Failed
+from tailrace.app.errors import BadInput, Failed
 from tailrace.app.model import resolve_model
 from tailrace.kvpool.programs import free_port
+from tailrace.lab.benchmarks.http import servers
 from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
-from tailrace.lab.benchmarks.live.rank_process import LAYOUTS, RankJob
+from tailrace.lab.benchmarks.live.rank_process import HTTP, LAYOUTS, RankJob
 
 
 def measure(file: ServeFile, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]) -> dict:
-    """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish."""
+    """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish. Raises
+    BadInput if a layout publishes over HTTP, and the configuration has no gateway.
+    """
+    over_http = [layout for layout in layouts if layout.endswith(HTTP)]
+    if over_http and file.gateway is None:
+        raise BadInput(
+            f"--layouts: {over_http[0]} publishes over HTTP; give a --config with a gateway: serve.http.yaml"
+        )
     model = resolve_model(file.application.args.engine.model)
     with service(file, None) as client:
-        return asyncio.run(_measured(client, model, layouts, repeats, samples, say))
+        import ray
+
+        cluster = ray.get_runtime_context().gcs_address
+        addresses = {layout: cluster for layout in layouts}
+        if over_http:
+            gateway = f"http://127.0.0.1:{file.gateway.args.port}"
+            servers.await_health(gateway)
+            addresses |= dict.fromkeys(over_http, gateway)
+        return asyncio.run(_measured(client, model, addresses, repeats, samples, say))
 
 
 async def _measured(
-    client: RolloutClient, model: Path, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]
+    client: RolloutClient, model: Path, addresses: dict[str, str], repeats: int, samples: int, say: Callable
 ) -> dict:
     load = DecodingLoad(client, samples)
     loading = asyncio.create_task(load.run())
     try:
         found = {}
-        for layout in layouts:
+        for layout, address in addresses.items():
             first = (await client.status()).weights_version + 1
-            rows = await _updates(load, model, layout, range(first, first + repeats + 1), say)
+            versions = tuple(range(first, first + repeats + 1))
+            rows = await _updates(load, RankProcesses(model, layout, versions, address), versions, say)
             found[layout] = _medians(rows[1:]) | {"ranks": LAYOUTS[layout], "bytes": _bytes_of(model)}
             say(f"{layout}: {found[layout]}")
         return found
@@ -49,28 +66,25 @@ async def _measured(
 
 
 async def _updates(
-    load: DecodingLoad, model: Path, layout: str, versions: range, say: Callable[[str], None]
+    load: DecodingLoad, ranks: "RankProcesses", versions: tuple[int, ...], say: Callable[[str], None]
 ) -> list[list[dict]]:
     """Returns the rows of all ranks by version."""
-    with RankProcesses(model, layout, tuple(versions)) as ranks:
+    with ranks:
         rows = []
         for version in versions:
             await load.busy(version - 1, replicas=1)  # it may hold all samples
             rows.append(await asyncio.to_thread(ranks.publish))
-            say(f"{layout}, version {version}: {rows[-1]}")
+            say(f"version {version}: {rows[-1]}")
         return rows
 
 
 class RankProcesses:
-    """The ranks of one layout, as processes connected to this process's cluster. `versions`: those to publish.
+    """The ranks of one layout, as processes. `versions`: those to publish. `address`: of the cluster or the gateway.
     `timeout_s`: their limit for one another.
     """
 
-    def __init__(self, model: Path, layout: str, versions: tuple[int, ...], timeout_s: float = 60.0):
-        import ray
-
-        port = free_port("127.0.0.1")
-        address, size = ray.get_runtime_context().gcs_address, LAYOUTS[layout]
+    def __init__(self, model: Path, layout: str, versions: tuple[int, ...], address: str, timeout_s: float = 60.0):
+        port, size = free_port("127.0.0.1"), LAYOUTS[layout]
         shared = {"port": port, "address": address, "model": str(model), "layout": layout, "versions": versions}
         shared |= {"world_size": size, "timeout_s": timeout_s}
         jobs = [RankJob(rank=rank, **shared) for rank in range(size)]

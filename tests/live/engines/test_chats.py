@@ -120,7 +120,7 @@ def test_conversations_have_a_bound(prompts):
     message = {"role": "assistant", "content": "a"}
     for one in chats:
         one.keep(message, one.token_ids, ended([5, prompts.tokenizer.eos_token_id]))
-    assert len(conversations._turns) == 1 and 0 <= conversations._left < 200
+    assert len(conversations._turns) == 1 and 0 < conversations._turns.currsize <= 200
     Conversations(0).keep(b"", next(iter(conversations._turns.values())))
 
 

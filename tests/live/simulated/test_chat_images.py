@@ -234,6 +234,11 @@ def test_another_gateway_and_another_coordinator_go_on_with_the_images(play):
 
 
 def test_a_later_turn_sends_the_data_of_its_new_images_alone(play, monkeypatch):
+    whole, none = [[[yes] * count for count in (1, 2, 3)] for yes in (True, False)]
+    expected = {
+        "stays": [whole[0], [False, True], none[1], none[2]],
+        "is lost": [none[0], none[1], none[1], none[2], whole[2]],  # the service has the former trajectory's until then
+    }
     sent = []
     keep = KeptItems.features
     monkeypatch.setattr(
@@ -259,9 +264,31 @@ def test_a_later_turn_sends_the_data_of_its_new_images_alone(play, monkeypatch):
                     cluster.coordinator.rollouts.prompts._items._items.clear()
             rows[coordinator] = (await one.ask("DELETE", "", trajectory))["rows"]
             with_data = [[bool(data) for data in items] for items in sent]
-            later = [[False, False, False]] + [[True, True, True]] * (coordinator == "is lost")
-            assert with_data == [[True], [False, True], [False, False], *later]
+            assert with_data == expected[coordinator]
         assert rows["stays"] == rows["is lost"]
+
+    play(story)
+
+
+def test_mates_send_their_images_once(play, monkeypatch):
+    sent = []
+    keep = KeptItems.features
+    monkeypatch.setattr(
+        KeptItems, "features", lambda self, given: (sent.append(given.kwargs_data["image"]), keep(self, given))[1]
+    )
+
+    async def story(cluster, one, other):
+        asked = {"model": "simulated", "messages": [user(1, 2, "5")], "seed": 3, "n": 4}
+        answer = await one.ask("POST", "/v1/chat/completions", **asked)
+        assert len(answer["choices"]) == 4
+        assert [[bool(data) for data in items] for items in sent] == [[True, True]] + [[False, False]] * 3
+        sent.clear()
+        mates = [await other.opened(group="see", index=index) for index in range(3)]
+        await asyncio.gather(*(by_chats(other, base_of(mate), [[1, "5"], [2, "6"]]) for mate in mates))
+        data = [bool(data) for items in sent for data in items]
+        assert len(sent) == 6 and sum(data) == 2, "each image once"
+        for mate in mates:
+            await other.ask("DELETE", "", mate)
 
     play(story)
 

@@ -1,6 +1,7 @@
 """Trajectories over the simulated cluster: unmodified clients with a base URL and a key alone, and their rows."""
 
 import asyncio
+from itertools import product
 
 import anthropic
 import httpx
@@ -327,8 +328,9 @@ def test_anthropics_client_makes_the_same_turns(play):
         trajectory = await opened(http)
         headers = {"Authorization": f"Bearer {trajectory['api_key']}"}
         asked = {"model": "claude", "max_tokens": 3, "messages": [user("5")]}
-        for more in ({"thread": {"type": "create"}}, {"compaction": {"type": "enabled"}}):
-            answer = await http.post(f"{trajectory['base_url']}/messages", json=asked | more, headers=headers)
+        refused = {"thread": {"type": "create"}}, {"compaction": {"type": "enabled"}}
+        for path, more in product(("/messages", "/messages/count_tokens"), refused):
+            answer = await http.post(f"{trajectory['base_url']}{path}", json=asked | more, headers=headers)
             (name,) = more
             assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{name}: ")
             is_known = answer.json()["error"].get("details", {}).get("error_code") == "thread_unsupported_request"

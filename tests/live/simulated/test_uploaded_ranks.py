@@ -28,6 +28,8 @@ from tailrace.deployments.staging.stage import Stage, StageRefused
 
 WHOLE = {"a": np.arange(240, dtype=np.float32).reshape(40, 6), "b": np.arange(5, dtype=np.int8), "c": np.float32([[7]])}
 
+TOLD = {"paused_s": {"r": 0.5}, "set_aside": {"s": "its score differs"}, "warnings": {"r": "its score was late"}}
+
 
 def halves() -> list[dict]:
     """Rows of `a` for two ranks, which both have `b`; `c` is of the second."""
@@ -44,7 +46,7 @@ class BookClient:
 
     async def _load(self, version, source, digest, score):
         self.loads.append((version, source, score))
-        return WeightsLoaded(version=version, digest=digest, replicas=("r",))
+        return WeightsLoaded(version=version, digest=digest, replicas=("r",), **TOLD)
 
     async def own_slots(self) -> str:
         return "app-0"
@@ -110,6 +112,7 @@ def test_uploaded_pieces_are_the_weights_that_one_process_would_send(site):
     found = site.all_ranks(*both(score=(-1.0,)))
     ((version, source, score),) = site.client.loads
     assert [(one.version, one.replicas) for one in found] == [(5, ("r",))] * 2
+    assert [{name: getattr(one, name) for name in TOLD} for one in found] == [TOLD] * 2
     assert {one.digest for one in found} == {memory_source(source).digest, digest_of_one_process(site.root)}
     assert (version, score) == (5, (-1.0,)) and not site.client.slots.part.exists()
     assert [one.version for one in site.all_ranks(*both(6))] == [6, 6], "and the next one goes on"
