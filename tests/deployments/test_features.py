@@ -1,8 +1,10 @@
 """Features of prompts: their form, their names, and all that is refused before a model sees it."""
 
+import asyncio
 import gc
 import pickle
 import re
+import threading
 from base64 import b64encode
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from tailrace.app.gateway.requests import TokensRequest
 from tailrace.deployments.batches.held_samples import HeldRecords
 from tailrace.deployments.batches.model_folder import names_media
 from tailrace.deployments.batches.open_batch import GroupIdentity
+from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.records import GroupRecord, SampleRecord
 from tailrace.deployments.features import kept_items, wire
@@ -26,7 +29,7 @@ from tailrace.deployments.features.item_check import item_refusal
 from tailrace.deployments.features.prompt_features import PromptFeatures, continues
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.logged_tokens import group_digest
-from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy
+from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, Rejected, RejectedBy
 from tailrace.deployments.messages.session import SampleRequest
 from tailrace.deployments.vllm_exact.requests import features_unfit
 
@@ -278,3 +281,44 @@ def test_features_cross_processes_whole():
     known = one.items[0].data
     assert (offset, length, data.modality, data.name) == (3, 4, known.modality, known.name)
     assert (data.content, data.metadata) == (known.content, known.metadata)
+
+
+class HeldPrompts:
+    """Prompts that are refused once `hold` is set. `begun`: by name, in order."""
+
+    def __init__(self):
+        self.begun, self.hold = [], threading.Event()
+
+    def prepare_group(self, group: PromptGroup) -> Rejected:
+        self.begun.append(group.prompt_id)
+        self.hold.wait()
+        return Rejected(reason=group.prompt_id)
+
+
+class Open:
+    """Admits everything."""
+
+    async def refusal(self, message: BatchSettings) -> None:
+        return None
+
+
+def test_prompts_with_features_are_prepared_in_order_and_texts_do_not_wait_for_them():
+    prompts, settings = HeldPrompts(), BatchSettings(batch_id="s")
+    sessions = OpenSessions(prompts, None, None, None, Open(), None, None, None)
+
+    def asked(name: str, given: dict | None) -> asyncio.Task:
+        request = SampleRequest(group=group(given, prompt_id=name), index=0)
+        return asyncio.ensure_future(sessions.generate(settings, request))
+
+    async def story():
+        asks = [asked("first", features((1, 3))), asked("mate", features((1, 3))), asked("text", None)]
+        while len(prompts.begun) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        begun = [*prompts.begun]
+        prompts.hold.set()
+        return begun, [answer.reason for answer in await asyncio.gather(*asks)]
+
+    begun, reasons = asyncio.run(story())
+    assert begun == ["first", "text"], "the mate may have no data of its own"
+    assert prompts.begun == ["first", "text", "mate"] and reasons == ["first", "mate", "text"]
