@@ -18,8 +18,7 @@ USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart,fsdp2_2_http"
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Decoding meanwhile.")
 @click.option("--model", default=None, help="A model's folder; by default the configuration's.")
 @click.option("--deltas/--no-deltas", default=True, show_default=True, help="Also deltas after steps of AdamW.")
-@click.option("--config", default=DEFAULT_CONFIG.with_name("serve.http.yaml"), show_default="serve.http.yaml",
-              type=click.Path())  # fmt: skip
+@click.option("--config", default=DEFAULT_CONFIG, show_default="serve.yaml", type=click.Path())
 @AS_JSON
 def command(layouts, repeats, samples, model, deltas, config, as_json):
     """Update two replicas that decode from 1, 2 and 4 ranks that are processes: FSDP2 and tensor parallelism.

@@ -7,17 +7,21 @@ of each is not counted.
 import asyncio
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import LOOPBACK_ONLY, service
 from tailrace.app.config import ServeFile
-from tailrace.app.errors import BadInput, Failed
+from tailrace.app.errors import Failed
+from tailrace.app.gateway.gateway_config import LOOPBACK, GatewayApplication, GatewayConfig
 from tailrace.app.model import resolve_model
+from tailrace.deployments.messages.roles import Role
 from tailrace.kvpool.programs import free_port
 from tailrace.lab.benchmarks.http import servers
 from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
@@ -25,25 +29,29 @@ from tailrace.lab.benchmarks.live.rank_process import HTTP, LAYOUTS, RankJob
 
 
 def measure(file: ServeFile, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]) -> dict:
-    """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish. Raises
-    BadInput if a layout publishes over HTTP, and the configuration has no gateway.
-    """
-    over_http = [layout for layout in layouts if layout.endswith(HTTP)]
-    if over_http and file.gateway is None:
-        raise BadInput(
-            f"--layouts: {over_http[0]} publishes over HTTP; give a --config with a gateway: serve.http.yaml"
-        )
+    """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish."""
     model = resolve_model(file.application.args.engine.model)
-    with service(file, None) as client:
-        import ray
+    with TemporaryDirectory(prefix="tailrace-ranks-") as folder:
+        gateway, trainer = _with_trainer(file, Path(folder) / "tokens")
+        with service(file.model_copy(update={"applications": (file.application, gateway)}), None) as client:
+            servers.await_health(f"http://{trainer.rpartition('@')[2]}")
+            import ray
 
-        cluster = ray.get_runtime_context().gcs_address
-        addresses = {layout: cluster for layout in layouts}
-        if over_http:
-            gateway = f"http://127.0.0.1:{file.gateway.args.port}"
-            servers.await_health(gateway)
-            addresses |= dict.fromkeys(over_http, gateway)
-        return asyncio.run(_measured(client, model, addresses, repeats, samples, say))
+            cluster = ray.get_runtime_context().gcs_address
+            addresses = {layout: trainer if layout.endswith(HTTP) else cluster for layout in layouts}
+            return asyncio.run(_measured(client, model, addresses, repeats, samples, say))
+
+
+def _with_trainer(file: ServeFile, tokens: Path) -> tuple[GatewayApplication, str]:
+    """Returns the configured gateway, or one with the defaults, open to this machine and a trainer alone; and the
+    address by which that reaches it.
+    """
+    gateway = file.gateway or GatewayApplication(args=GatewayConfig(app_name=file.application.name))
+    token, host, port = secrets.token_hex(16), LOOPBACK[0], free_port(LOOPBACK[0])
+    tokens.write_text(f"{Role.TRAINER} {token}\n")
+    own = {"tokens_file": str(tokens), "host": host, "port": port}
+    gateway = gateway.model_copy(update={"args": gateway.args.model_copy(update=own)})
+    return gateway, f"http://{Role.TRAINER}:{token}@{host}:{port}"
 
 
 async def _measured(
