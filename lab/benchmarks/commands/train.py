@@ -27,20 +27,21 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, say
 def command(trace, groups, samples, max_tokens, shorten, steps, only, config, as_json):
     """Train on recorded answers: static groups with a trainer that waits, TRL's own generation, and the modes here.
 
-    Trainer and engines share the cores. About half an hour for all modes on two cores.
+    Trainer and engines share the cores. About an hour for all modes on two cores.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tailrace.app.files.traces import read_trace
-    from tailrace.lab.benchmarks.live.train import NAMES, TrainingReplay, measure
+    from tailrace.lab.benchmarks.live.train import MAX_STALENESS, NAMES, TrainingReplay, measure
 
     file = load_config(config)
     unknown = next((name for name in only if name not in NAMES), None)
     if unknown is not None:
         raise BadInput(f"--modes {unknown}: no mode is called so; known: {', '.join(NAMES)}")
     lines = read_trace(trace)
-    wanted = groups * (steps + 2)
+    every = steps + 1 + MAX_STALENESS  # one warms up, and modes that are ahead begin others
+    wanted = groups * every
     if len(lines) < wanted:
-        raise BadInput(f"{trace}: {len(lines)} prompts; {wanted} are needed, {groups} for each of {steps + 2} steps")
+        raise BadInput(f"{trace}: {len(lines)} prompts; {wanted} are needed, {groups} for each of {every} steps")
     with tempfile.TemporaryDirectory(prefix="tailrace-prompts-") as folder:
         prompts = Path(folder) / "prompts.jsonl"
         answers = _answers(file, lines[:wanted], samples, max_tokens, shorten)

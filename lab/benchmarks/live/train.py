@@ -16,16 +16,21 @@ from tempfile import TemporaryDirectory
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
+from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.train_config import TrainConfig
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 from tailrace.lab.verification.runs import WHOLE
+from tailrace.policies.families.kv_on_update import Finish
 from tailrace.policies.families.placement import FirstFit
 from tailrace.policies.families.registry import Policies
 
-STATIC, TRL = "static", "trl"
-MODES = {STATIC: "sync", "sync": "sync", "overlap": "overlap", "one_step_off": "one_step_off"}
+STATIC, TRL, FINISH = "static", "trl", "finish"
+MODES = {STATIC: Mode.SYNC} | {mode.value: mode for mode in Mode} | {FINISH: Mode.BOUNDED}
 """Names of the runs over the service, with the learner's mode."""
+
+MAX_STALENESS = 2
+"""Updates between a sample's begin and its use, in the modes that have such a bound; 1 in the run `finish`."""
 
 NAMES = (*MODES, TRL)
 
@@ -46,18 +51,19 @@ class TrainingReplay:
     max_tokens: int
     steps: int
 
-    def config(self, model: str, mode: str, steps: int) -> TrainConfig:
+    def config(self, model: str, mode: Mode, max_staleness: int) -> TrainConfig:
         """Every question comes once, so no draft has an answer of an earlier step."""
         task = {"prompts": self.prompts, "chat": False, "reward": RECORDED, "held_out": 0, "train": len(self.answers)}
         trainer = {"shares_cores": True, "max_held_gradients": self.groups - 1, "samples_per_pass": 1}
         return TrainConfig(
             model=model,
             task=task,
-            steps=steps,
+            steps=self.steps + 1 + lookahead_of(mode, max_staleness).ahead,
             groups=self.groups,
             samples=self.samples,
             max_tokens=self.max_tokens,
             mode=mode,
+            max_staleness=max_staleness,
             checkpoint_every=1000,
             trainer=trainer,
         )
@@ -108,7 +114,9 @@ def policies_of(name: str, configured: Policies) -> Policies:
     """Of a run. Where gradients run beside engines, the last samples gather on few of them."""
     if name == STATIC:
         return Policies(**WHOLE | {"drafting": "off"})
-    return configured if name == "sync" else configured.model_copy(update={"placement": FirstFit()})
+    ends = {"kv_on_update": Finish()} if name == FINISH else {}
+    gathers = {} if name == Mode.SYNC else {"placement": FirstFit()}
+    return configured.model_copy(update=ends | gathers)
 
 
 def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
@@ -139,8 +147,7 @@ def _trained(client, replay: TrainingReplay, model: str, name: str, folder: Path
     from tailrace.app.train.run import train
     from tailrace.app.train.task import read_task
 
-    ahead = MODES[name] == "one_step_off"
-    config = replay.config(model, MODES[name], replay.steps + 1 + ahead)
+    config = replay.config(model, MODES[name], 1 if name == FINISH else MAX_STALENESS)
     say(f"{name}: {config.steps} steps")
     client = ReplayingClient(client, replay.answers)
     rows = train(client, config, read_task(config.task), RunFolder(folder, config), say).rows
