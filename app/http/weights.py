@@ -58,7 +58,7 @@ class GatewayWeights:
 
 
 async def _load(connection: GatewayConnection, version: int, source: str, digest: str) -> WeightsLoaded:
-    """Has the service load a folder; `digest` is empty, since no route takes it."""
+    """Has the service load a folder. `digest` is not sent, since no route takes it."""
     try:
         return loaded_of(await connection.ask("POST", "/update_weights", {"weight_dir": source, "version": version}))
     except (RolloutRejected, GivenUp) as error:
