@@ -45,6 +45,7 @@ OURS = {
     "lab/benchmarks/commands/train.py": "a temporary folder",
     "lab/benchmarks/live/tail.py": "a temporary file",
     "lab/benchmarks/live/heads.py": "a temporary folder",
+    "lab/benchmarks/live/ranks.py": "a temporary folder",
     "lab/benchmarks/engine/overhead.py": "a temporary folder",
     "lab/benchmarks/gpu/check.py": "the log of its own results, appended to",
     "lab/benchmarks/gpu/made_models.py": "in the room of the check, which is marked as ours",
