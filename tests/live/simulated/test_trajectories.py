@@ -257,7 +257,7 @@ def test_limits_refuse_a_turn_in_one_line_and_time_drops_all(play):
     async def story(cluster, http, other):
         limits = ({"turns": 1}, "limits.turns"), ({"tokens": 3}, "limits.tokens"), ({"branches": 0}, "limits.branches")
         for given, name in limits:
-            trajectory = await opened(http, limits=given)
+            trajectory = await opened(http, limits=given, group=name, index=1, seed=6)
             client = client_of(http, trajectory)
             messages = await said(client, [user("5")])
             if name == "limits.tokens":
