@@ -49,15 +49,17 @@ class Service:
             most = application.args.replicas.max
             replicas = Replicas(min=1, max=most) if self.elastic else fixed(most)
             application = application.with_args(replicas=replicas, drafter=None)
-        http = _with_gateway(file) if self.gateway else ()
+        http = (own_gateway(file),) if self.gateway else ()
         return file.model_copy(update={"applications": (application, *http)})
 
 
-def _with_gateway(file: ServeFile) -> tuple[GatewayApplication]:
-    """Returns the configured gateway, or one with the defaults, open to this machine alone."""
+def own_gateway(file: ServeFile, tokens_file: str | None = None) -> GatewayApplication:
+    """Returns the configured gateway, or one with the defaults, on a free port that is open to this machine alone.
+    `tokens_file`: see GatewayConfig.
+    """
     gateway = file.gateway or GatewayApplication(args=GatewayConfig(app_name=file.application.name))
-    own = {"tokens_file": None, "host": LOOPBACK[0], "port": free_port(LOOPBACK[0])}
-    return (gateway.model_copy(update={"args": gateway.args.model_copy(update=own)}),)
+    own = {"tokens_file": tokens_file, "host": LOOPBACK[0], "port": free_port(LOOPBACK[0])}
+    return gateway.model_copy(update={"args": gateway.args.model_copy(update=own)})
 
 
 def _beside(application: Application, folder: Path) -> Application:

@@ -103,7 +103,7 @@ def main(job: RankJob) -> None:
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     model = laid_out(model, job.layout, job.world_size)
-    publishing = over_http(job) if job.layout.endswith(HTTP) else by_memory(job)
+    publish = over_http(job) if job.layout.endswith(HTTP) else by_memory(job)
     for version in job.versions:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -112,7 +112,7 @@ def main(job: RankJob) -> None:
         sys.stdin.readline()  # all ranks are told at once
         began_s = time.monotonic()
         try:
-            loaded = publishing(version, model)
+            loaded = publish(version, model)
         except ValueError as error:
             row = {"refused": str(error)}
         else:

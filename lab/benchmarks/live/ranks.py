@@ -19,13 +19,14 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import LOOPBACK_ONLY, service
 from tailrace.app.config import ServeFile
 from tailrace.app.errors import Failed
-from tailrace.app.gateway.gateway_config import LOOPBACK, GatewayApplication, GatewayConfig
+from tailrace.app.gateway.gateway_config import GatewayApplication
 from tailrace.app.model import resolve_model
 from tailrace.deployments.messages.roles import Role
 from tailrace.kvpool.programs import free_port
 from tailrace.lab.benchmarks.http import servers
 from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
 from tailrace.lab.benchmarks.live.rank_process import HTTP, LAYOUTS, RankJob
+from tailrace.lab.verification.services import own_gateway
 
 
 def measure(file: ServeFile, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]) -> dict:
@@ -43,15 +44,13 @@ def measure(file: ServeFile, layouts: Sequence[str], repeats: int, samples: int,
 
 
 def _with_trainer(file: ServeFile, tokens: Path) -> tuple[GatewayApplication, str]:
-    """Returns the configured gateway, or one with the defaults, open to this machine and a trainer alone; and the
-    address by which that reaches it.
+    """Returns a gateway for this machine and one trainer, and the address by which that reaches it. `tokens`: the file
+    of its token, which is written.
     """
-    gateway = file.gateway or GatewayApplication(args=GatewayConfig(app_name=file.application.name))
-    token, host, port = secrets.token_hex(16), LOOPBACK[0], free_port(LOOPBACK[0])
+    token = secrets.token_hex(16)
     tokens.write_text(f"{Role.TRAINER} {token}\n")
-    own = {"tokens_file": str(tokens), "host": host, "port": port}
-    gateway = gateway.model_copy(update={"args": gateway.args.model_copy(update=own)})
-    return gateway, f"http://{Role.TRAINER}:{token}@{host}:{port}"
+    gateway = own_gateway(file, str(tokens))
+    return gateway, f"http://{Role.TRAINER}:{token}@{gateway.args.host}:{gateway.args.port}"
 
 
 async def _measured(

@@ -35,7 +35,7 @@ def tokens(client, name: str) -> list:
     return [(sample.token_ids, sample.segments[-1].weights_version) for sample in group.samples]
 
 
-LONG = "tensor_2", "fsdp2_2_apart"
+LAYOUTS = ["fsdp2_2", *(pytest.param(name, marks=pytest.mark.long) for name in ("tensor_2", "fsdp2_2_apart"))]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def cluster(client) -> str:
     return ray.get_runtime_context().gcs_address
 
 
-@pytest.mark.parametrize("layout", ["fsdp2_2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_publish_what_one_process_would_send(client, cluster, tiny_model, tmp_path, layout):
     version = client.status_blocking().weights_version + 1
     with RankProcesses(tiny_model, layout, (version,), cluster, timeout_s=300.0) as ranks:
