@@ -17,6 +17,7 @@ from tailrace.app.errors import BadInput, Failed
 @click.option("--seeds", type=click.IntRange(min=1), default=200, show_default=True, help="How many seeds to run.")
 @click.option("--first", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed.")
 @click.option("--kinds", default=None, metavar="A,B", show_default="all", help="Only faults of these kinds.")
+@click.option("--always", default="", metavar="A,B", help="Every seed has these worlds, such as lanes.")
 @click.option("--workers", type=click.IntRange(min=1), default=None, show_default="one per core")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep outcomes here, and continue from it."
@@ -34,7 +35,7 @@ from tailrace.app.errors import BadInput, Failed
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of --engine's requests.")
 @click.option("--request", "requests", multiple=True, metavar="JSON", help="Of --engine: run these alone, one round.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(seeds, first, kinds, workers, out, exactness, shorten, engine, minutes, seed, requests, as_json):
+def command(seeds, first, kinds, always, workers, out, exactness, shorten, engine, minutes, seed, requests, as_json):
     """Run the real coordinator, engine loops and client over simulated engines, with faults by seed.
 
     Each seed is one history: replicas die, hang and lie, drivers vanish, coordinators restart, weights change. Every
@@ -50,16 +51,9 @@ def command(seeds, first, kinds, workers, out, exactness, shorten, engine, minut
 
         return fuzz_engine(seed, minutes, requests, as_json)
     from tailrace.lab.fuzz.campaign import described, shortened
-    from tailrace.lab.fuzz.faults import KINDS
-    from tailrace.lab.fuzz.odd.plan import ODDITIES
     from tailrace.lab.fuzz.run import plan_of
-    from tailrace.lab.fuzz.worlds.plan import WORLDS
 
-    known = (*KINDS, *ODDITIES, *WORLDS)
-    chosen = tuple(kinds.split(",")) if kinds else known
-    unknown = next((kind for kind in chosen if kind not in known), None)
-    if unknown is not None:
-        raise BadInput(f"--kinds {unknown}: known: {', '.join(known)}")
+    chosen = _kinds(kinds, always)
     result = _run(range(first, first + seeds), chosen, workers, out, exactness)
     failures = result["failures"]
     if failures and shorten:
@@ -73,7 +67,23 @@ def command(seeds, first, kinds, workers, out, exactness, shorten, engine, minut
         raise Failed(f"{len(failures)} of {seeds} seeds fail; the first: {min(failures)}")
 
 
-OF_SEEDS = ("seeds", "first", "kinds", "workers", "out", "exactness", "shorten")
+def _kinds(kinds: str | None, always: str) -> tuple[str, ...]:
+    """Returns the kinds of faults, oddities and worlds of a run."""
+    from tailrace.lab.fuzz.faults import KINDS
+    from tailrace.lab.fuzz.odd.plan import ODDITIES
+    from tailrace.lab.fuzz.worlds.plan import ALWAYS, WORLDS
+
+    known = (*KINDS, *ODDITIES, *WORLDS)
+    chosen = kinds.split(",") if kinds else known
+    worlds = always.split(",") if always else []
+    for option, asked, choices in (("kinds", chosen, known), ("always", worlds, WORLDS)):
+        unknown = next((kind for kind in asked if kind not in choices), None)
+        if unknown is not None:
+            raise BadInput(f"--{option} {unknown}: known: {', '.join(choices)}")
+    return (*chosen, *(world + ALWAYS for world in worlds))
+
+
+OF_SEEDS = ("seeds", "first", "kinds", "always", "workers", "out", "exactness", "shorten")
 OF_ENGINE = ("minutes", "seed", "requests")
 """Options of a run without and with --engine, by their names in `command`."""
 

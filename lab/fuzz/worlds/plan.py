@@ -30,6 +30,9 @@ known. `finish`: samples end under the weights that they began with, also if coo
 SCARCE_BLOCKS = 26
 """Number of KV blocks of a replica: enough for the longest sample and its chunk."""
 
+ALWAYS = ":always"
+"""Ends the kind of a world that every seed has."""
+
 GUESTS = "early", "turns", "rewards"
 MOST_OF_GUESTS = 4, 800
 """Maximum number of samples and of tokens that a guest requests at once."""
@@ -62,7 +65,7 @@ class WorldPlan:
 
 
 class Worlds:
-    """Choices of a seed among these kinds."""
+    """Choices of a seed among these kinds, which may end in `ALWAYS`."""
 
     def __init__(self, seed: int, kinds: tuple[str, ...]):
         self._seed, self._kinds = seed, kinds
@@ -70,7 +73,8 @@ class Worlds:
     def chosen(self, kind: str, name: str = "") -> Random | None:
         """Returns the stream of a world if the seed has it, for a driver of this name if one is given, else None."""
         rng = Random(f"{self._seed}:{kind}:{name}")
-        return rng if rng.random() < WORLDS[kind] and kind in self._kinds else None
+        share = 1.0 if kind + ALWAYS in self._kinds else WORLDS[kind] * (kind in self._kinds)
+        return rng if rng.random() < share else None
 
     def plan(self) -> WorldPlan:
         quotas = self.chosen("quotas")

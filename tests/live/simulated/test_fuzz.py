@@ -39,7 +39,7 @@ from tailrace.lab.fuzz.faults import KINDS
 from tailrace.lab.fuzz.log_disk import LogDisk
 from tailrace.lab.fuzz.odd.engine_faults import OF_ENGINES
 from tailrace.lab.fuzz.odd.plan import ODDITIES
-from tailrace.lab.fuzz.run import end_of, plan_of, run
+from tailrace.lab.fuzz.run import Outcome, end_of, plan_of, run
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.lab.fuzz.worlds.plan import WORLDS
 from tailrace.policies.core import failures, unassigned
@@ -442,6 +442,22 @@ def test_the_command_reports_and_refuses_unknown_kinds():
     assert set(result["faults"]) <= {"kill", "coordinator"} and result["samples"] > 0
     refused = CliRunner().invoke(main, ["fuzz", "--kinds", "earthquake"])
     assert refused.exit_code == 2 and "--kinds earthquake: known: kill" in refused.output
+    refused = CliRunner().invoke(main, ["fuzz", "--always", "kill"])
+    assert refused.exit_code == 2 and "--always kill: known: quotas" in refused.output
+
+
+def test_every_seed_has_the_worlds_that_the_command_always_wants(monkeypatch):
+    monkeypatch.setattr("tailrace.lab.fuzz.campaign.ProcessPoolExecutor", InProcess)
+    begun = []
+
+    def noted(plan):
+        begun.append(plan)
+        return Outcome(plan.seed, None, ())
+
+    monkeypatch.setattr("tailrace.lab.fuzz.campaign.run", noted)
+    ran = CliRunner().invoke(main, ["fuzz", "--seeds", "12", "--always", "lanes"])
+    assert ran.exit_code == 0 and len(begun) == 12
+    assert all("lanes" in plan.size.policies for plan in begun)
 
 
 class InProcess:

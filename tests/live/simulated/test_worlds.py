@@ -14,7 +14,7 @@ from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, Wei
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.lab.fuzz.campaign import outcome_of
 from tailrace.lab.fuzz.run import SINGLES_SHARE, plan_of
-from tailrace.lab.fuzz.worlds.plan import WORLDS
+from tailrace.lab.fuzz.worlds.plan import ALWAYS, WORLDS
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.fairness import FairShares
 
@@ -75,17 +75,15 @@ SEEDS = {
 """By the kinds of a run, seeds that find the defects planted in `tests/planted/defects`."""
 
 
-def every_seed(monkeypatch, kinds: tuple[str, ...]) -> None:
-    """Each seed has the worlds among these kinds."""
-    for world in filter(WORLDS.get, kinds):
-        monkeypatch.setitem(WORLDS, world, 1.0)
+def in_every_seed(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns these kinds, whose worlds each seed has."""
+    return (*kinds, *(world + ALWAYS for world in filter(WORLDS.get, kinds)))
 
 
 @pytest.mark.parametrize("kinds", SEEDS, ids=",".join)
-def test_no_seed_of_a_world_fails(monkeypatch, kinds):
-    every_seed(monkeypatch, kinds)
+def test_no_seed_of_a_world_fails(kinds):
     singles = 1.0 if kinds == ("quotas",) else SINGLES_SHARE
-    outcomes = [outcome_of(seed, kinds, singles) for seed in SEEDS[kinds]]
+    outcomes = [outcome_of(seed, in_every_seed(kinds), singles) for seed in SEEDS[kinds]]
     assert [outcome.problem for outcome in outcomes] == [None] * len(outcomes)
     assert all(outcome.samples for outcome in outcomes)
 
@@ -106,8 +104,7 @@ def test_every_world_has_a_seed_here():
 )
 def test_a_world_finds_the_defect(monkeypatch, broken, kinds, first, problem):
     broken(monkeypatch)
-    every_seed(monkeypatch, kinds)
-    problems = (outcome_of(seed, kinds).problem for seed in range(first, first + 40))
+    problems = (outcome_of(seed, in_every_seed(kinds)).problem for seed in range(first, first + 40))
     assert problem in next(filter(None, problems))
 
 
