@@ -49,7 +49,7 @@ class HighestId(BaseModel):
     def choose(self, sample, need_tokens, replicas, memory):
         return max(i for i in replicas.ready() if replicas.room_tokens(i) >= need_tokens), memory
 
-    def min_pull_tokens(self, performance):
+    def min_pull_tokens(self, performance, running):
         return None
 
 

@@ -102,16 +102,16 @@ SYSTEMS = {
     "tailrace_own": _ours("tailrace, drafts from the sample itself alone", {"drafting": "goodput"}, "own"),
     "tailrace_fixed": _ours("tailrace, four drafts a step, always", _fixed(4)),
     "tailrace": _ours(
-        "remaining, with drafts from group and history by goodput, and lanes where they gain",
-        {"drafting": "goodput", "lanes": "auto"},
+        "remaining, with drafts from group and history by goodput, placed by cost, and lanes where they gain",
+        {"drafting": "goodput", "placement": "cost_aware", "lanes": "auto"},
     ),
-    "tailrace_free": _ours("tailrace without lanes", {"drafting": "goodput"}),
+    "tailrace_free": _ours("tailrace without lanes, placed by room", {"drafting": "goodput"}),
     "clairvoyant": _ours(
         "tailrace with lanes by true lengths: what scheduling can reach",
         {"drafting": "goodput", "lanes": "clairvoyant"}, reveal=True,
     ),
     "tailrace_near": _ours(
-        "tailrace; a sample stays where its KV is unless a move pays",
+        "tailrace without lanes",
         {"drafting": "goodput", "placement": "cost_aware"},
     ),
     "tailrace_requests": _ours(

@@ -73,7 +73,8 @@ class Dispatcher:
         if mode is not None and not mode.window and DraftMethod.MODEL in methods:
             chunk.method = next((method for method in methods if method != DraftMethod.MODEL), None)
         reason = f"{reason}; {why}" if why else reason
-        pull = self._placement.min_pull_tokens(self._table.performance(chunk.replica_id))
+        at = chunk.replica_id
+        pull = self._placement.min_pull_tokens(self._table.performance(at), self._table.running(at))
         if pull is not None:
             pull = checked_count(self._placement, "min_pull_tokens", pull, 0)
         return StartChunk(

@@ -2,8 +2,8 @@
 
 Contract: the replica returned is ready and has room for `need_tokens`; at least one such replica exists when
 `choose` is called. `sticky` placements see each sample once: its later chunks go where the first one went.
-`min_pull_tokens` is the number of tokens from which a replica of this performance (None: not measured yet) should pull
-a sample's KV from the pool instead of computing it, or None for never.
+`min_pull_tokens` is the number of tokens from which a replica of this performance (None: not measured yet), on which
+`running` chunks are to run, should pull a sample's KV from the pool instead of computing it, or None for never.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -22,7 +22,7 @@ class Placement(Protocol):
 
     def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]: ...
 
-    def min_pull_tokens(self, performance: Performance | None) -> int | None: ...
+    def min_pull_tokens(self, performance: Performance | None, running: int) -> int | None: ...
 
 
 class EveryHit(BaseModel):
@@ -32,7 +32,7 @@ class EveryHit(BaseModel):
     file_keys: ClassVar[tuple[str, ...]] = ()
     sticky: ClassVar[bool] = False
 
-    def min_pull_tokens(self, performance: Performance | None) -> int | None:
+    def min_pull_tokens(self, performance: Performance | None, running: int) -> int | None:
         return 1
 
 
@@ -91,8 +91,8 @@ class CostAware(BaseModel):
     """The cheaper of the sample's last replica and the roomiest one, in seconds until its next chunk is done.
 
     cost_s = kv_s + new tokens / tokens that a chunk makes in a step there * seconds of a step with one chunk more. kv_s
-    is 0 where it ran last, else the smaller of computing its context, and fetching the pool's part of it and computing
-    the rest. Until one of the two has measured a step, and the other one a prompt too, the sample stays if room here
+    is 0 where it ran last, else that of fetching the pool's part of its context and computing the rest, if that part has
+    `min_pull_tokens`, or of computing all. Until one of the two has measured a step, and the other one a prompt too, the sample stays if room here
     is at least half the room there.
     """
 
@@ -103,7 +103,7 @@ class CostAware(BaseModel):
     sticky: ClassVar[bool] = False
     min_gain_s: float = Field(0.05, ge=0.0, description="min seconds that a move must save")
     pull_from_tokens: int | None = Field(
-        None, ge=0, description="min KV to pull from the pool; null: where pulling is faster than computing"
+        None, ge=0, description="min KV to pull from the pool; null: where computing costs more seconds of chunks"
     )
 
     def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
@@ -115,29 +115,33 @@ class CostAware(BaseModel):
             return here if 2 * replicas.room_tokens(here) >= replicas.room_tokens(there) else there, memory
         new_tokens = need_tokens - sample.prompt_tokens - sample.generated_tokens
         stay_s = new_tokens * ours.token_s(replicas.running(here) + 1)
-        move_s = self._kv_s(sample, theirs) + new_tokens * theirs.token_s(replicas.running(there) + 1)
+        running = replicas.running(there) + 1
+        move_s = self._kv_s(sample, theirs, running) + new_tokens * theirs.token_s(running)
         return there if stay_s - move_s > self.min_gain_s else here, memory
 
-    def min_pull_tokens(self, performance: Performance | None) -> int | None:
-        """Returns the knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s; 1 to measure."""
+    def min_pull_tokens(self, performance: Performance | None, running: int) -> int | None:
+        """Returns the knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s running; 1 to
+        measure.
+
+        A pull delays its own chunk alone; what is computed delays all that run there.
+        """
         if self.pull_from_tokens is not None:
             return self.pull_from_tokens
         if performance is None or not performance.prefill_token_s or performance.fetch_age_s > self.renew_s:
             return 1
-        fetch_s, compute_s = performance.fetch_token_s, performance.prefill_token_s
+        fetch_s, compute_s = performance.fetch_token_s, performance.prefill_token_s * max(1, running)
         if not 0 < fetch_s < compute_s:
             return None
         return 1 + int(performance.fetch_base_s / (compute_s - fetch_s))
 
-    def _kv_s(self, sample: SampleView, there: Performance) -> float:
+    def _kv_s(self, sample: SampleView, there: Performance, running: int) -> float:
         """Returns the seconds until a replica of this performance, new to the sample, has the KV of its context."""
         context = sample.prompt_tokens + sample.generated_tokens
-        compute_s = context * there.prefill_token_s
-        least = self.min_pull_tokens(there)
+        least = self.min_pull_tokens(there, running)
         if least is None or sample.stored_tokens < max(1, least) or not there.fetch_token_s:
-            return compute_s
+            return context * there.prefill_token_s
         fetch_s = there.fetch_base_s + sample.stored_tokens * there.fetch_token_s
-        return min(compute_s, fetch_s + (context - sample.stored_tokens) * there.prefill_token_s)
+        return fetch_s + (context - sample.stored_tokens) * there.prefill_token_s
 
 
 PlacementPolicy = Annotated[LeastKv | RoundRobin | FirstFit | Pinned | CostAware, Field(discriminator="type")]

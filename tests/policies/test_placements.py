@@ -79,7 +79,7 @@ def test_from_how_much_on_to_pull_is_a_count_or_never_also_before_anything_is_me
         performance(1_000.0, fetch, 0.0),
         performance(0.0, fetch, 0.0),
     ):
-        pull = placement.min_pull_tokens(known)
+        pull = placement.min_pull_tokens(known, 3)
         assert pull is None or (isinstance(pull, int) and pull >= 0)
 
 
@@ -154,21 +154,23 @@ def test_pinned_places_like_least_kv_and_says_that_it_sticks():
     ],
 )
 def test_to_pull_pays_from_the_break_even_of_the_measured_speeds_on(prefill, fetch, base, pull):
-    assert CostAware().min_pull_tokens(performance(prefill, fetch, base)) == pull
-    assert CostAware(pull_from_tokens=7).min_pull_tokens(performance(prefill, fetch, base)) == 7
+    assert CostAware().min_pull_tokens(performance(prefill, fetch, base), 1) == pull
+    assert CostAware(pull_from_tokens=7).min_pull_tokens(performance(prefill, fetch, base), 1) == 7
 
 
 def test_pulls_that_were_slow_are_tried_again_after_a_minute():
     slow = performance(1_000.0, 500.0, 0.1)
-    assert CostAware().min_pull_tokens(replace(slow, fetch_age_s=59.0)) is None
-    assert CostAware().min_pull_tokens(replace(slow, fetch_age_s=61.0)) == 1
+    assert CostAware().min_pull_tokens(replace(slow, fetch_age_s=59.0), 1) is None
+    assert CostAware().min_pull_tokens(replace(slow, fetch_age_s=61.0), 1) == 1
 
 
 @PROFILE
-@given(st.integers(1, 5_000), st.integers(1, 50_000), st.integers(0, 1_000))
-def test_the_break_even_is_where_fetching_begins_to_be_faster(prefill, fetch, base_ms):
-    pull = CostAware().min_pull_tokens(performance(prefill, fetch, base_ms / 1_000))
-    gain_us = [1e6 * (n / prefill - n / fetch - base_ms / 1_000) for n in ((pull or 1) - 2, pull or 1_000_000)]
+@given(st.integers(1, 5_000), st.integers(1, 50_000), st.integers(0, 1_000), st.integers(1, 64))
+def test_the_break_even_is_where_fetching_begins_to_cost_less_than_all_that_wait_for_what_is_computed(
+    prefill, fetch, base_ms, running
+):
+    pull = CostAware().min_pull_tokens(performance(prefill, fetch, base_ms / 1_000), running)
+    gain_us = [1e6 * (running * n / prefill - n / fetch - base_ms / 1_000) for n in ((pull or 1) - 2, pull or 1_000_000)]
     assert gain_us[0] < 1e-3 if pull else gain_us[1] <= 0
     assert pull is None or gain_us[1] > -1e-3
 
@@ -201,7 +203,8 @@ def test_cost_aware_stays_on_a_tie_and_computes_where_fetching_is_slower():
     free = {"prefill": 1e15}
     assert cost_aware(free, free, min_gain_s=0.0) == "a"
     slow_fetch = {"step": 0.01, "fetch": 100.0}
-    assert cost_aware({"step": 0.02}, slow_fetch, stored=500, min_gain_s=0.49, pull_from_tokens=1) == "b"
+    assert cost_aware({"step": 0.02}, slow_fetch, stored=500, min_gain_s=0.49) == "b"
+    assert cost_aware({"step": 0.02}, slow_fetch, stored=500, pull_from_tokens=1) == "a", "it would pull for 5 s"
 
 
 def test_cost_aware_leaves_a_replica_without_room_and_starts_where_there_is_most():

@@ -87,8 +87,8 @@ class OddPlacement(_Odd):
     def choose(self, sample, need_tokens, replicas, memory):
         return Trouble.of("placement", self._policy.choose(sample, need_tokens, replicas, memory))
 
-    def min_pull_tokens(self, performance):
-        return Trouble.of("pull", self._policy.min_pull_tokens(performance))
+    def min_pull_tokens(self, performance, running):
+        return Trouble.of("pull", self._policy.min_pull_tokens(performance, running))
 
 
 class OddChunking(_Odd):
