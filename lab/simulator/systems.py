@@ -30,10 +30,10 @@ Evidence = Literal["own", "group", "history", "all"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's. `races`:
-    if replicas have room, copies race, each with one of the workload's draft models in turn with the target, by the
-    table of SpecActor's systems, on the replica's own GPUs. `holds`: samples are held between their turns; else each
-    turn is a new request.
+    """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's, and has no
+    lanes without `lanes`. `races`: if replicas have room, copies race, each with one of the workload's draft models in
+    turn with the target, by the table of SpecActor's systems, on the replica's own GPUs. `holds`: samples are held
+    between their turns; else each turn is a new request.
     """
 
     about: str
@@ -47,7 +47,7 @@ class System:
 
     def bundle(self, chunk_tokens: int) -> Policies:
         tokens = max(1, round(chunk_tokens * self.chunk_share))
-        return Policies(**{"chunking": {"type": "fixed", "chunk_tokens": tokens}} | self.policies)
+        return Policies(**{"chunking": {"type": "fixed", "chunk_tokens": tokens}, "lanes": "none"} | self.policies)
 
 
 WHOLE = {"type": "fixed", "chunk_tokens": None}

@@ -2,9 +2,9 @@
 
 A waiting sample is queued again at its new home. A running one goes there at its chunk's end, or at once if the plan
 gains more than the move takes. A plan is renewed after a share of its seconds, and when a replica is idle, comes or
-goes. Lanes are for one batch in flight, of samples that neither ordering nor placement binds; if others are in flight
-too (`_alone`), samples are free. Invariant: a sample with a home fits there on an empty replica. Called by
-`RolloutCore` alone.
+goes. Lanes are for one batch in flight, whose groups came all at once, of samples that neither ordering nor placement
+binds; if others are in flight too (`_alone`), samples are free. Invariant: a sample with a home fits there on an empty
+replica. Called by `RolloutCore` alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -112,10 +112,11 @@ class LanePlanner:
         return self._plan(now, batch, ready) if knows and len(ready) > 1 else []
 
     def _alone(self) -> bool:
-        """Returns whether one batch is in flight: lanes of two would compete for replicas by no rule of fairness; and
-        whether all replicas are for it.
+        """Returns whether one batch is in flight: lanes of two would compete for replicas by no rule of fairness;
+        whether its groups came all at once, since later ones are not in a plan; and whether all replicas are for it.
         """
-        return len(self._buffer.batches) == 1 and not self._table.kept
+        batches = self._buffer.batches
+        return len(batches) == 1 and not self._table.kept and not next(iter(batches.values())).forgets
 
     def _begin(self, batch: Batch) -> None:
         self._batch, self._planned, self._levels = batch, None, {}

@@ -91,9 +91,9 @@ class CostAware(BaseModel):
     """The cheaper of the sample's last replica and the roomiest one, in seconds until its next chunk is done.
 
     cost_s = kv_s + new tokens / tokens that a chunk makes in a step there * seconds of a step with one chunk more. kv_s
-    is 0 where it ran last, else that of fetching the pool's part of its context and computing the rest, if that part has
-    `min_pull_tokens`, or of computing all. Until one of the two has measured a step, and the other one a prompt too, the sample stays if room here
-    is at least half the room there.
+    is 0 where it ran last, else it is for fetching the pool's part of its context and computing the rest, or for
+    computing all, by `min_pull_tokens`. Until one of the two has measured a step, and the other one a prompt too, the
+    sample stays if room here is at least half the room there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -28,7 +28,7 @@ from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairSh
 from tailrace.policies.families.goodput import Goodput
 from tailrace.policies.families.histo_pipe import HistoPipe
 from tailrace.policies.families.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
-from tailrace.policies.families.lanes import Lanes, LanesPolicy, NoLanes
+from tailrace.policies.families.lanes import AutoLanes, Lanes, LanesPolicy
 from tailrace.policies.families.lengths import Lengths, LengthsPolicy, MaxFinished
 from tailrace.policies.families.ordering import BuiltInOrdering, Ordering, Seer
 from tailrace.policies.families.placement import LeastKv, Placement, PlacementPolicy
@@ -197,7 +197,7 @@ class Policies(BaseModel):
     tail: _member("tail") = Hold()
     racing: _member("racing") = NoRaces()
     fairness: _member("fairness") = FairShares()
-    lanes: _member("lanes") = NoLanes()
+    lanes: _member("lanes") = AutoLanes()
     trajectories: _member("trajectories") = AllAtOnce()
 
     def sized(self, block_tokens: int, drafters: int) -> "Policies":

@@ -119,7 +119,7 @@ class Subclass(Fcfs):
     """Inherits its base's `type`, and still is another policy."""
 
 
-def test_the_defaults_are_seer_s():
+def test_the_defaults_are_seer_s_and_lanes_where_they_are_expected_to_gain():
     policies = Policies()
     names = [name_of(getattr(policies, family)) for family in FAMILIES]
     assert names == [
@@ -134,7 +134,7 @@ def test_the_defaults_are_seer_s():
         "hold",
         "off",
         "fair_shares",
-        "none",
+        "auto",
         "all_at_once",
     ] and policies.ordering == Seer(explore=0.1, seed=0)
 

@@ -269,6 +269,15 @@ def test_two_batches_at_once_have_no_lanes():
     assert not any(sample.home for sample in core.samples())
 
 
+def test_a_batch_to_which_groups_came_later_has_no_lanes_also_once_it_is_closed():
+    core = core_of({"type": "auto", "min_gain": 0.0})
+    core.observe(ev.SamplesSubmitted(0.0, "s", groups()[:2], open=True))
+    actions = core.decide(ev.Tick(0.0))
+    core.observe(ev.SamplesSubmitted(1.0, "s", groups()[2:]))
+    actions += core.decide(ev.Tick(1.0))
+    assert len(started(actions)) == 32 and not any("lane" in a.reason for a in actions)
+
+
 def test_a_lost_replica_s_samples_get_lanes_on_the_others():
     core = core_of({"type": "auto", "min_gain": 0.0}, names=("a", "b", "c"))
     core.observe(ev.SamplesSubmitted(0.0, "s", groups()))

@@ -170,7 +170,9 @@ def test_the_break_even_is_where_fetching_begins_to_cost_less_than_all_that_wait
     prefill, fetch, base_ms, running
 ):
     pull = CostAware().min_pull_tokens(performance(prefill, fetch, base_ms / 1_000), running)
-    gain_us = [1e6 * (running * n / prefill - n / fetch - base_ms / 1_000) for n in ((pull or 1) - 2, pull or 1_000_000)]
+    gain_us = [
+        1e6 * (running * n / prefill - n / fetch - base_ms / 1_000) for n in ((pull or 1) - 2, pull or 1_000_000)
+    ]
     assert gain_us[0] < 1e-3 if pull else gain_us[1] <= 0
     assert pull is None or gain_us[1] > -1e-3
 

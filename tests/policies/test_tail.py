@@ -443,7 +443,7 @@ REOPENED = bytes.fromhex(
 
 def test_a_replica_that_a_decision_opens_again_may_take_chunks_at_once():
     policies = Policies(
-        ordering="seer", placement="least_kv", chunking={"type": "fixed", "chunk_tokens": 13}, tail="auto"
+        ordering="seer", placement="least_kv", chunking={"type": "fixed", "chunk_tokens": 13}, tail="auto", lanes="none"
     )
     played = play(policies, REOPENED, Limits(0, 2))
     starts = [str(action) for action in played.actions(StartChunk)]

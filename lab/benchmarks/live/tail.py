@@ -47,7 +47,7 @@ from tailrace.policies.families.registry import Policies
 
 BATCH = "bench-tail"
 SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
-STATIC = WHOLE | {"drafting": "off"}
+STATIC = WHOLE | {"drafting": "off", "lanes": "none"}
 ROUTED = STATIC | {"ordering": "fcfs", "placement": "round_robin"}
 """Today's trainers (verl's agent loop, prime-rl). All samples are sent at once, or one where another has ended: the one
 after the other is the replica with fewest in flight, or the only one with a place."""
@@ -71,7 +71,7 @@ TAILS: dict[str, dict] = {
 races only where there is one: parts of the index are not expected to bring more than all of it."""
 
 LANES = {"lanes": {"type": "auto"}, "lengths": {"type": "belief"}}
-"""Of the run `lanes`, which is otherwise like `auto`."""
+"""Of the run `lanes`, which is otherwise like `auto`; the other runs have no lanes."""
 
 WITH_SUFFIX = {"static_suffix": STATIC, "routed_suffix": ROUTED}
 """Runs whose drafts are vLLM's suffix, each on a service of its own."""
@@ -163,7 +163,7 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     """The two baselines, the second also with the configured drafts, Seer's order in chunks, and the configured
     policies with every choice for the tail.
     """
-    configured = file.application.policies.model_dump()
+    configured = file.application.policies.model_dump() | {"lanes": "none"}
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
     found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED)}

@@ -459,3 +459,44 @@ def test_without_by_kv_a_line_is_held_by_the_gaps_that_were_seen(play):
         await rewarded(http, trajectory)
 
     play(story)
+
+
+@pytest.mark.parametrize("many", [100, pytest.param(1_000, marks=pytest.mark.long)])
+def test_many_open_at_once_of_which_half_leave_or_vanish_leave_nothing(play, many):
+    """A quarter each has its turns at once, pauses for minutes, leaves in the middle of an answer, or never returns."""
+
+    async def story(cluster, http, other):
+        rollouts = cluster.coordinator.rollouts
+        kinds = ("quick", "slow", "leaves", "vanishes") * (many // 4)
+
+        async def run(kind: str, trajectory: dict) -> dict | None:
+            client = client_of(http, trajectory)
+            first = asyncio.ensure_future(said(client, [user("5 6")]))
+            if kind == "leaves":
+                await asyncio.sleep(1.0)
+                first.cancel()
+                return None
+            messages = [*await first, user("7")]
+            if kind == "vanishes":
+                return None
+            if kind == "slow":
+                await asyncio.sleep(200.0)
+            await said(client, messages)
+            return await rewarded(http, trajectory)
+
+        seconds = 300.0 + 2 * many
+        trajectories = [
+            await opened(http, group=f"g{n}", index=0, seed=n, limits={"seconds": seconds}) for n in range(many)
+        ]
+        assert len(rollouts.trajectories) == many
+        found = await asyncio.gather(*map(run, kinds, trajectories))
+        ended = [body for body in found if body is not None]
+        assert len(ended) == len(rollouts.trajectories) == many // 2 and all(body["turns"] == 2 for body in ended)
+        assert not any(body["reencoded_tokens"] for body in ended)
+        for n in (0, 1, many - 4, many - 3):
+            alone = await run("quick", await opened(other, group=f"g{n}", index=0, seed=n))
+            assert alone["rows"] == found[n]["rows"], "others change no token"
+        await asyncio.sleep(seconds)
+        assert not rollouts.trajectories and not rollouts.sessions and not rollouts.core.samples()
+
+    play(story, policies={"trajectories": "by_kv"}, kv_capacity_blocks=400)
