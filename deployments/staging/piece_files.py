@@ -5,7 +5,7 @@ A piece is a number of runs of equal length; a shard of the first dimension is o
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from math import prod
 from pathlib import Path
 
@@ -23,11 +23,11 @@ class PieceFiles:
         paths = [part / file_name(number) for number in range(len(self._layouts))]
         self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths]
 
-    def write(self, piece: TensorPiece, data: memoryview) -> None:
-        """Writes a piece. Raises OSError; memory is reserved first."""
+    def write(self, piece: TensorPiece, data: memoryview, begin: int = 0) -> None:
+        """Writes bytes of a piece, from its byte `begin` on. Raises OSError; memory is reserved first."""
         for file, layout in zip(self._files, self._layouts, strict=True):
-            if (begin := layout.offset(piece.tensor.name)) is not None:
-                _write(file, begin, piece, data)
+            if (offset := layout.offset(piece.tensor.name)) is not None and data:
+                _write(file, offset, piece, data, begin)
 
     def close(self) -> None:
         for file in self._files:
@@ -62,12 +62,15 @@ def runs_of(piece: TensorPiece) -> tuple[int, Iterator[int]]:
     return prod(extent[outer:]) * item, (first + sum(steps) for steps in product(*walks))
 
 
-def _write(file: int, begin: int, piece: TensorPiece, data: memoryview) -> None:
-    size, runs = runs_of(piece)
-    if not (offsets := list(runs) if size else []):
-        return
-    os.posix_fallocate(file, begin + offsets[0], offsets[-1] + size - offsets[0])
-    for number, offset in enumerate(offsets):
-        run, done = data[number * size : (number + 1) * size], 0
-        while done < size:
-            done += os.pwrite(file, run[done : done + (1 << 30)], begin + offset + done)
+def _write(file: int, offset: int, piece: TensorPiece, data: memoryview, begin: int) -> None:
+    """`offset`: of the tensor in the file. `begin`: of `data` in the piece."""
+    size, every = runs_of(piece)
+    first, last = begin // size, (begin + len(data) - 1) // size
+    runs = [offset + run for run in islice(every, first, last + 1)]
+    reserved = runs[0] + begin % size
+    os.posix_fallocate(file, reserved, runs[-1] + (begin + len(data) - 1) % size + 1 - reserved)
+    done = 0
+    while done < len(data):
+        run, inside = divmod(begin + done, size)
+        part = data[done : done + min(size - inside, 1 << 30)]
+        done += os.pwrite(file, part, runs[run - first] + inside)
