@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.deployments.messages.pieces import PieceEnd, StagedPiece, TensorForm, TensorPiece
-from tailrace.deployments.staging.piece_files import PieceFiles, checksum_of_piece, runs_of
+from tailrace.deployments.staging.piece_files import PieceFiles, PieceRuns, checksum_of_piece
 from tailrace.deployments.staging.publish_plan import plans_of
 from tailrace.deployments.staging.slots import Slots
 from tailrace.deployments.staging.stage import Stage, StageRefused
@@ -127,12 +127,14 @@ def staged(slots, arrays) -> str:
         (box(FORM, (1, 0), (2, 6)), 48, [24]),
         (box(FORM, (1, 2), (2, 3)), 12, [32, 56]),
         (box(TensorForm("c", "U8", (2, 3, 4)), (0, 1, 0), (2, 2, 4)), 8, [4, 16]),
+        (box(TensorForm("c", "U8", (2, 3, 4)), (0, 1, 1), (2, 2, 2)), 2, [5, 9, 17, 21]),
         (box(TensorForm("d", "F32", ()), (), ()), 4, [0]),
+        (box(FORM, (4, 0), (0, 3)), 12, []),
     ],
 )
 def test_a_piece_is_runs_of_equal_length(piece, size, offsets):
-    found, places = runs_of(piece)
-    assert (found, list(places)) == (size, offsets)
+    runs = PieceRuns(piece)
+    assert (runs.size, list(runs), len(runs)) == (size, offsets, len(offsets))
 
 
 @pytest.mark.parametrize(
