@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from starlette.requests import ClientDisconnect
-
 from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.gateway_config import LOOPBACK, GatewayConfig
 from tailrace.deployments.messages.roles import Role
@@ -168,7 +166,7 @@ class AccessControl:
         if _length(scope) <= self._config.max_body_bytes:
             try:
                 await self._app(scope, body.receive, unless_too_large)
-            except ClientDisconnect:
+            except Exception:  # a route's reading that was ended raises, too
                 if not body.is_too_large:
                     raise
             if has_begun or not body.is_too_large:
