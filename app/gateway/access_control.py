@@ -4,6 +4,7 @@ Invariant: a request that is refused here reaches no route. `scope["role"]` is t
 address its own key is needed, or a token of the file; a key opens nothing else.
 """
 
+import asyncio
 import hmac
 import json
 import re
@@ -25,6 +26,14 @@ TRAJECTORY = re.compile("/v1/trajectories/([^/]*)")
 PAGES = ("/board", "/board/stream", "/board/sample")
 """Pages for browsers, which ask a person for name and token, and then send them with each request."""
 
+
+DRAINED_BYTES = 64 << 20
+"""Maximum bytes of a body that are read and dropped beyond the limit. Many clients send all before they read: a
+connection that is closed before takes their answer with it. An image in base64 has 32 MB.
+"""
+
+DRAIN_S = 10.0
+"""Maximum seconds for that."""
 
 ANYONE = "anyone"
 """In place of a token: the role of callers that give none. Trainers' clients of SGLang's dialect know no tokens."""
@@ -60,6 +69,31 @@ def token_of(header: bytes) -> bytes:
     return b""
 
 
+class LimitedBody:
+    """The body of a request, of which a route gets `limit` bytes at most."""
+
+    def __init__(self, receive: Callable[[], Awaitable[dict]], limit: int):
+        self._receive, self._left, self._has_ended = receive, limit, False
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether more bytes than the limit have been read."""
+        return self._left < 0
+
+    async def receive(self) -> dict:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        self._has_ended = not message.get("more_body", False)  # also if the client has left
+        return {"type": "http.disconnect"} if self.is_too_large else message  # which ends the reading
+
+    async def drain(self) -> None:
+        """Reads what is left and drops it, until DRAINED_BYTES or DRAIN_S are over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while not self._has_ended and self._left > -DRAINED_BYTES:
+                    await self.receive()
+
+
 class AccessControl:
     """ASGI middleware; see the module docstring. `is_key`: returns whether the trajectory of an id has this key."""
 
@@ -91,11 +125,13 @@ class AccessControl:
             await _refuse(send, 403, "a page of another site sends this request")
         elif self._open >= self._config.max_open:
             await _refuse(send, 429, f"{self._open} requests are open, as many as the gateway takes; try again")
-        elif _length(scope) > self._config.max_body_bytes:
-            await _refuse(send, 413, self._too_large())
         else:
             scope["role"] = role
-            await self._pass(scope, receive, send)
+            self._open += 1
+            try:
+                await self._pass(scope, LimitedBody(receive, self._config.max_body_bytes), send)
+            finally:
+                self._open -= 1
 
     async def _role(self, scope) -> Role | None:
         below = TRAJECTORY.match(scope["path"])
@@ -118,29 +154,30 @@ class AccessControl:
             return "give the key of a trajectory that has not ended: `Authorization: Bearer KEY` or `x-api-key: KEY`"
         return "give one of the gateway's tokens: `Authorization: Bearer TOKEN`"
 
-    async def _pass(self, scope, receive, send) -> None:
-        left = self._config.max_body_bytes
-
-        async def bounded():
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            return message if left >= 0 else {"type": "http.disconnect"}  # which ends the reading
+    async def _pass(self, scope, body: LimitedBody, send) -> None:
+        has_begun = False
 
         async def unless_too_large(message) -> None:
-            if left >= 0:
+            nonlocal has_begun
+            if not body.is_too_large:
+                has_begun = True
                 await send(message)
-            elif message["type"] == "http.response.start":
-                await _refuse(send, 413, self._too_large())
 
-        self._open += 1
-        try:
-            await self._app(scope, bounded, unless_too_large)
-        finally:
-            self._open -= 1
+        if _length(scope) <= self._config.max_body_bytes:
+            try:
+                await self._app(scope, body.receive, unless_too_large)
+            except Exception:  # a route's reading that was ended raises, too
+                if not body.is_too_large:
+                    raise
+            if has_begun or not body.is_too_large:
+                return
+        await _refuse(send, 413, self._too_large(scope), [(b"connection", b"close")], body)
 
-    def _too_large(self) -> str:
-        return f"the body has more than {self._config.max_body_bytes} bytes (max_body_bytes)"
+    def _too_large(self, scope) -> str:
+        limit, length = self._config.max_body_bytes, _length(scope)
+        given = f"{length:,}" if length > limit else f"more than {limit:,}"
+        about = f"the body of {scope['path']} has {given} bytes, and max_body_bytes of the gateway is {limit:,}"
+        return f"{about}: raise it in the gateway's args, or send less"
 
 
 def _header(scope, name: bytes) -> bytes:
@@ -160,9 +197,15 @@ def _length(scope) -> int:
     return int(text) if text.isdigit() else 0
 
 
-async def _refuse(send, status: int, message: str, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+async def _refuse(
+    send, status: int, message: str, more: Sequence[tuple[bytes, bytes]] = (), unread: LimitedBody | None = None
+) -> None:
+    """Answers. `unread`: the request's body, if it is to be drained before the connection may close."""
     body = json.dumps(error_body(status, message)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     headers += [(b"retry-after", b"1")] if status == 429 else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": unread is not None})
+    if unread is not None:
+        await unread.drain()
+        await send({"type": "http.response.body"})

@@ -1,7 +1,8 @@
 """Routes by which every rank of a trainer publishes its part of a version: `/weights/VERSION/...`, Tailrace's own.
 
-Each rank joins with a list of its pieces, uploads those of the answer once, and waits for the load. Invariant: a
-version is committed once all pieces are there; until then the service keeps its weights. See docs/driver.md.
+Each rank joins with a list of its pieces, uploads those of the answer once, in bodies that the gateway takes, and waits
+for the load. Invariant: a version is committed once all pieces are there; until then the service keeps its weights. See
+docs/driver.md.
 """
 
 from typing import Annotated
@@ -62,7 +63,8 @@ class RankFailed(RankNamed):
     reason: str
 
 
-def add_publishing(app: FastAPI, service: GatewayService) -> None:
+def add_publishing(app: FastAPI, service: GatewayService, max_body_bytes: int) -> None:
+    """Adds the routes. `max_body_bytes`: see GatewayConfig; ranks are told."""
     ranks = UploadedRanks()
 
     @app.get("/weights/next")
@@ -73,9 +75,12 @@ def add_publishing(app: FastAPI, service: GatewayService) -> None:
 
     @app.post("/weights/{version}/join")
     async def join(version: Version, rank: RankJoin, http: Request):
-        """Return the numbers of the pieces that this rank uploads, once all ranks have joined."""
+        """Return the numbers of the pieces that this rank uploads, once all ranks have joined, and the maximum bytes of
+        a body.
+        """
         client = service.client(http.scope["role"])
-        return {"upload": await ranks.join(client, version, rank.rank, rank.part())}
+        upload = await ranks.join(client, version, rank.rank, rank.part())
+        return {"upload": upload, "max_body_bytes": max_body_bytes}
 
     @app.post("/weights/{version}/pieces")
     async def pieces(
@@ -83,10 +88,11 @@ def add_publishing(app: FastAPI, service: GatewayService) -> None:
         http: Request,
         rank: Annotated[int, Query(ge=0)],
         number: Annotated[int, Query(ge=0)],
-        checksum: Annotated[str, Query(max_length=64, description="of the piece, by the rank")],
+        checksum: Annotated[str, Query(max_length=64, description="of the whole piece, by the rank")],
+        begin: Annotated[int, Query(ge=0, description="place in the piece of the body's first byte")] = 0,
     ):
-        """Write one piece: its bytes are the body."""
-        await ranks.upload(version, rank, number, checksum, await http.body())
+        """Write the body to its place in one piece, whose bytes come in order."""
+        await ranks.upload(version, rank, number, begin, checksum, await http.body())
         return {"written": number}
 
     @app.post("/weights/{version}/loaded")

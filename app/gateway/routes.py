@@ -57,7 +57,7 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
     add_tokenizing(app, service)
     add_control(app, service)
     add_adapters(app, service)
-    add_publishing(app, service)
+    add_publishing(app, service, config.max_body_bytes)
     add_sglang(app, service)
     add_trajectories(app, service, trajectories)
     _add_board(app, service, config)

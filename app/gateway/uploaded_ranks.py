@@ -1,8 +1,9 @@
 """Ranks of a trainer without Ray, which upload what they hold: the gateway writes it into its node's shared memory.
 
-A rank's part of a version is one task here, `PublishingRank.publish`, whose values come with requests. Invariants: a
-piece is taken once, with the rank's own checksum, and one that is refused changes nothing; no wait is longer than the
-ranks' limit. All ranks of a version use one gateway.
+A rank's part of a version is one task here, `PublishingRank.publish`, whose values come with requests: a piece's bytes
+in order, in as many bodies as the rank chooses. Invariants: a byte is taken once, a piece with the rank's own checksum,
+and a body that is refused changes nothing; no wait is longer than the ranks' limit. All ranks of a version use one
+gateway.
 """
 
 import asyncio
@@ -21,9 +22,12 @@ from tailrace.deployments.staging.stage import StageRefused, room_for
 
 
 class Upload(NamedTuple):
-    """A piece that has come: its number in the rank's part, checksum and bytes. `written`: set once it is in place."""
+    """Bytes of a piece that have come: the piece's number in the rank's part, and where in the piece they begin.
+    `checksum`: of the whole piece. `written`: set once the bytes are in place.
+    """
 
     number: int
+    begin: int
     checksum: str
     data: bytes
     written: asyncio.Future
@@ -35,46 +39,72 @@ def _future() -> asyncio.Future:
 
 @dataclass(frozen=True)
 class UploadedRank(PublishingRank):
-    """`timeout_s`: of its part. `planned`: the numbers of the pieces to upload, once all ranks have joined."""
+    """`planned`: the numbers of the pieces to upload, once all ranks have joined. `came`: bytes that are written of
+    each piece that is not whole yet. `ends`: of whole pieces.
+    """
 
-    timeout_s: float = 0.0
+    part: RankPart
     planned: asyncio.Future = field(default_factory=_future)
     uploads: asyncio.Queue = field(default_factory=asyncio.Queue)
+    came: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, PieceEnd] = field(default_factory=dict)
+
+    def check_whole(self) -> None:
+        """Raises StageRefused if bytes of a piece have not come."""
+        for number, came in self.came.items():
+            raise StageRefused(f"{self._named(number)}, has {self._size(number):,} bytes, and {came:,} have come")
 
     async def _stage(self, slots: Slots, plan: RankPlan, pieces: Held) -> tuple[PieceEnd, ...]:
+        self.came.update(dict.fromkeys(plan.written, 0))
         self.planned.set_result(plan.written)
-        ends: dict[int, PieceEnd] = {}
         with closing(await asyncio.to_thread(PieceFiles, slots.part, plan.tensors)) as files:
-            while len(ends) < len(plan.written):
+            while self.came:
                 one = await self._next_upload()
                 try:
-                    if one.number not in ends:
-                        await asyncio.to_thread(self._take, slots, files, plan, pieces, one)
+                    if one.number not in self.ends:
+                        await self._take(files, slots, one)
                 except (StageRefused, OSError) as error:
                     one.written.set_exception(error)
                 else:
-                    ends[one.number] = PieceEnd(one.checksum)
                     one.written.set_result(None)
-        return tuple(map(ends.__getitem__, plan.written))
+        return tuple(map(self.ends.__getitem__, plan.written))
 
     async def _next_upload(self) -> Upload:
-        """Waits for a piece. Raises WeightsRejected if the version has ended, StageRefused if none comes."""
+        """Waits for bytes. Raises WeightsRejected if the version has ended, StageRefused if none come."""
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.part.timeout_s):
                 return await self.uploads.get()
         except TimeoutError:
             await self._call(PublishPhase.RENEW)
-            raise StageRefused(f"no piece has come for {self.timeout_s:g} s") from None
+            raise StageRefused(f"no piece has come for {self.part.timeout_s:g} s") from None
 
-    def _take(self, slots: Slots, files: PieceFiles, plan: RankPlan, pieces: Held, one: Upload) -> None:
-        where = f"weights {self.version}: rank {self.rank}: piece {one.number}"
-        if one.number not in plan.written:
+    async def _take(self, files: PieceFiles, slots: Slots, one: Upload) -> None:
+        if (came := self.came.get(one.number)) is None:
+            where = f"weights {self.version}: rank {self.rank}: piece {one.number}"
             raise StageRefused(f"{where} is not to be uploaded; those are in the answer to join")
-        piece, _ = pieces[one.number]
-        if len(one.data) != (size := piece.values * ITEM_BYTES[piece.tensor.kind]):
-            raise StageRefused(f"{where}, {piece}, has {size:,} bytes, and {len(one.data):,} have come")
-        with room_for(slots, f"weights {self.version}: {piece} needs {size:,} bytes"):
-            files.write(piece, memoryview(one.data))
+        where, size, end = self._named(one.number), self._size(one.number), one.begin + len(one.data)
+        if one.begin > came:
+            raise StageRefused(f"{where}: bytes from {one.begin:,} on have come, and those from {came:,} on have not")
+        if end > size:
+            raise StageRefused(f"{where}, has {size:,} bytes, and {end:,} have come")
+        await asyncio.to_thread(self._put, files, slots, one, came)
+        self.came[one.number] = max(came, end)
+        if self.came[one.number] == size:
+            del self.came[one.number]
+            self.ends[one.number] = PieceEnd(one.checksum)
+
+    def _put(self, files: PieceFiles, slots: Slots, one: Upload, came: int) -> None:
+        """Writes the bytes from `came` on; those before are in place."""
+        piece = self.part.pieces[one.number]
+        with room_for(slots, f"weights {self.version}: {piece} needs {self._size(one.number):,} bytes"):
+            files.write(piece, memoryview(one.data)[came - one.begin :], came)
+
+    def _named(self, number: int) -> str:
+        return f"weights {self.version}: rank {self.rank}: piece {number}, {self.part.pieces[number]}"
+
+    def _size(self, number: int) -> int:
+        piece = self.part.pieces[number]
+        return piece.values * ITEM_BYTES[piece.tensor.kind]
 
 
 class UploadedRanks:
@@ -86,24 +116,30 @@ class UploadedRanks:
     async def join(self, client: RolloutClient, version: int, rank: int, part: RankPart) -> tuple[int, ...]:
         """Returns the numbers of the pieces to upload, once all ranks have joined. Raises WeightsRejected."""
         self._ranks = {name: one for name, one in self._ranks.items() if name[0] >= version or not one[1].done()}
-        one = UploadedRank(client, version, rank, this_node(), part.timeout_s)
+        one = UploadedRank(client, version, rank, this_node(), part)
         task = asyncio.create_task(one.publish(part, [(piece, None) for piece in part.pieces], lambda: None))
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a rank may never ask for it
         self._ranks[version, rank] = one, task
         return await _first(one.planned, task)
 
-    async def upload(self, version: int, rank: int, number: int, checksum: str, data: bytes) -> None:
-        """Writes a piece. Raises StageRefused, one line, for one that does not fit, WeightsRejected once the version
-        has ended.
+    async def upload(self, version: int, rank: int, number: int, begin: int, checksum: str, data: bytes) -> None:
+        """Writes bytes of a piece. Raises StageRefused, one line, for those that do not fit, WeightsRejected once the
+        version has ended.
         """
         one, task = self._joined(version, rank)
-        piece = Upload(number, checksum, data, _future())
-        one.uploads.put_nowait(piece)
-        await _first(piece.written, task)
+        if number not in one.ends:
+            upload = Upload(number, begin, checksum, data, _future())
+            one.uploads.put_nowait(upload)
+            await _first(upload.written, task)
 
     async def loaded(self, version: int, rank: int) -> WeightsLoaded:
-        """Returns once the replicas hold the version. Raises WeightsRejected."""
-        return await asyncio.shield(self._joined(version, rank)[1])
+        """Returns once the replicas hold the version. Raises StageRefused, one line, if pieces lack bytes, and
+        WeightsRejected.
+        """
+        one, task = self._joined(version, rank)
+        if not task.done():
+            one.check_whole()
+        return await asyncio.shield(task)
 
     async def drop(self, version: int, rank: int) -> None:
         """Ends a rank's part of a version that has ended, so that its stage makes way for the next one at once."""

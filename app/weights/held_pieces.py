@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from tailrace.deployments.messages.pieces import TensorForm, TensorPiece
-from tailrace.deployments.staging.safetensors_header import ITEM_BYTES, TYPES
+from tailrace.deployments.staging.safetensors_header import TYPES
 from tailrace.deployments.staging.stage import StageRefused, pairs_of
 
 
@@ -51,21 +51,6 @@ def named_tensors(held: object) -> Iterator[tuple[str, object]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
-
-
-def rows_of(held: HeldPiece, most_bytes: int) -> Iterator[HeldPiece]:
-    """Yields a piece cut along its first dimension into pieces of at most `most_bytes`, each of one row at least."""
-    piece, values = held
-    count = piece.extent[0] if piece.extent else 1
-    row_bytes = piece.values // max(1, count) * ITEM_BYTES[piece.tensor.kind]
-    rows = max(1, most_bytes // max(1, row_bytes))
-    if count <= rows:
-        yield held
-        return
-    for first in range(0, count, rows):
-        part = values[first : first + rows]
-        start, extent = (piece.start[0] + first, *piece.start[1:]), (len(part), *piece.extent[1:])
-        yield HeldPiece(TensorPiece(piece.tensor, start, extent), part)
 
 
 def _held(name: str, value: object) -> HeldPiece:

@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 from tailrace.app.calls.refused import WeightsRejected, error_of_status
 from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
 from tailrace.app.http.weights_answer import loaded_of
-from tailrace.app.weights.held_pieces import held_pieces, rows_of
+from tailrace.app.weights.held_pieces import held_pieces
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.messages.scores import Score
@@ -30,8 +30,8 @@ TIMEOUT_S = 900.0
 """Maximum seconds to wait for an answer: replicas may load for ten minutes."""
 
 
-PIECE_BYTES = 8 << 20
-"""Maximum bytes of an upload, unless one row of a tensor has more: gateways take bodies of 10 MiB by default."""
+UPLOAD_BYTES = 8 << 20
+"""Maximum bytes of an upload's body, also if the gateway takes larger ones: both ends hold it in memory."""
 
 
 class ServedWeights(NamedTuple):
@@ -99,16 +99,18 @@ class HttpWeights:
             raise
 
     def _publish(self, version: int, held: object, named: dict, score: Score) -> WeightsLoaded:
-        pieces = [part for one in held_pieces(held) for part in rows_of(one, PIECE_BYTES)]
+        pieces = held_pieces(held)
         listed = [(*one.piece.tensor, one.piece.start, one.piece.extent) for one in pieces]
-        wanted = self._call("POST", f"/weights/{version}/join", {**named, "score": list(score), "pieces": listed})[
-            "upload"
-        ]
-        for number in wanted:
+        join = {**named, "score": list(score), "pieces": listed}
+        joined = self._call("POST", f"/weights/{version}/join", join)
+        size = min(UPLOAD_BYTES, joined["max_body_bytes"])
+        for number in joined["upload"]:
             piece, values = pieces[number]
             _, _, data = as_bytes(str(piece), values)
             query = {"rank": named["rank"], "number": number, "checksum": checksum_of_piece(piece, data)}
-            self._send("POST", f"/weights/{version}/pieces?{urlencode(query)}", data, "application/octet-stream")
+            for begin in range(0, max(1, len(data)), size):  # an empty tensor has one body, too
+                path = f"/weights/{version}/pieces?{urlencode(query | {'begin': begin})}"
+                self._send("POST", path, data[begin : begin + size], "application/octet-stream")
         return loaded_of(self._call("POST", f"/weights/{version}/loaded", {"rank": named["rank"]}))
 
     def update_weights_blocking(self, version: int, source: str) -> WeightsLoaded:

@@ -4,8 +4,7 @@ A piece is a number of runs of equal length; a shard of the first dimension is o
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -23,11 +22,11 @@ class PieceFiles:
         paths = [part / file_name(number) for number in range(len(self._layouts))]
         self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths]
 
-    def write(self, piece: TensorPiece, data: memoryview) -> None:
-        """Writes a piece. Raises OSError; memory is reserved first."""
+    def write(self, piece: TensorPiece, data: memoryview, begin: int = 0) -> None:
+        """Writes bytes of a piece, from its byte `begin` on. Raises OSError; memory is reserved first."""
         for file, layout in zip(self._files, self._layouts, strict=True):
-            if (begin := layout.offset(piece.tensor.name)) is not None:
-                _write(file, begin, piece, data)
+            if (offset := layout.offset(piece.tensor.name)) is not None and data:
+                _write(file, offset, piece, data, begin)
 
     def close(self) -> None:
         for file in self._files:
@@ -39,8 +38,8 @@ def unlike_piece(staged: StagedPiece, whole: str, data: memoryview) -> bool:
     piece = staged.piece
     if piece.is_whole:
         return staged.end.checksum != whole
-    size, offsets = runs_of(piece)
-    return staged.end.checksum != checksum_of_piece(piece, *(data[offset : offset + size] for offset in offsets))
+    runs = PieceRuns(piece)
+    return staged.end.checksum != checksum_of_piece(piece, *(data[offset : offset + runs.size] for offset in runs))
 
 
 def checksum_of_piece(piece: TensorPiece, *data: memoryview) -> str:
@@ -48,26 +47,42 @@ def checksum_of_piece(piece: TensorPiece, *data: memoryview) -> str:
     return checksum(str(piece), piece.tensor.kind, list(piece.extent), *data)
 
 
-def runs_of(piece: TensorPiece) -> tuple[int, Iterator[int]]:
-    """Returns the bytes of a run, and the offset of each run in the whole tensor, in bytes."""
-    shape, start, extent = piece.tensor.shape, piece.start, piece.extent
-    item = ITEM_BYTES[piece.tensor.kind]
-    last = len(shape)  # the dimensions from here on are whole
-    while last and extent[last - 1] == shape[last - 1]:
-        last -= 1
-    outer = max(0, last - 1)  # the dimensions before this one are walked, and the rest is one run
-    strides = [prod(shape[place + 1 :]) * item for place in range(len(shape))]
-    first = sum(begin * stride for begin, stride in zip(start, strides, strict=True))
-    walks = [range(0, extent[place] * strides[place], strides[place]) for place in range(outer)]
-    return prod(extent[outer:]) * item, (first + sum(steps) for steps in product(*walks))
+class PieceRuns:
+    """Offsets of a piece's runs in the whole tensor, in bytes. `size`: bytes of each."""
+
+    def __init__(self, piece: TensorPiece):
+        shape, start, extent = piece.tensor.shape, piece.start, piece.extent
+        item = ITEM_BYTES[piece.tensor.kind]
+        last = len(shape)  # the dimensions from here on are whole
+        while last and extent[last - 1] == shape[last - 1]:
+            last -= 1
+        outer = max(0, last - 1)  # the dimensions before this one are walked, and the rest is one run
+        strides = [prod(shape[place + 1 :]) * item for place in range(len(shape))]
+        self._first = sum(begin * stride for begin, stride in zip(start, strides, strict=True))
+        self._walks = [range(0, extent[place] * strides[place], strides[place]) for place in range(outer)]
+        self.size = prod(extent[outer:]) * item
+
+    def __len__(self) -> int:
+        return prod(map(len, self._walks))
+
+    def __getitem__(self, number: int) -> int:
+        if number >= len(self):
+            raise IndexError(number)
+        offset = self._first
+        for walk in reversed(self._walks):
+            number, place = divmod(number, len(walk))
+            offset += walk[place]
+        return offset
 
 
-def _write(file: int, begin: int, piece: TensorPiece, data: memoryview) -> None:
-    size, runs = runs_of(piece)
-    if not (offsets := list(runs) if size else []):
-        return
-    os.posix_fallocate(file, begin + offsets[0], offsets[-1] + size - offsets[0])
-    for number, offset in enumerate(offsets):
-        run, done = data[number * size : (number + 1) * size], 0
-        while done < size:
-            done += os.pwrite(file, run[done : done + (1 << 30)], begin + offset + done)
+def _write(file: int, offset: int, piece: TensorPiece, data: memoryview, begin: int) -> None:
+    """`offset`: of the tensor in the file. `begin`: of `data` in the piece."""
+    runs, end = PieceRuns(piece), begin + len(data)
+    reserved = runs[begin // runs.size] + begin % runs.size
+    last = runs[(end - 1) // runs.size] + (end - 1) % runs.size
+    os.posix_fallocate(file, offset + reserved, last + 1 - reserved)
+    done = 0
+    while done < len(data):
+        run, inside = divmod(begin + done, runs.size)
+        part = data[done : done + min(runs.size - inside, 1 << 30)]
+        done += os.pwrite(file, part, offset + runs[run] + inside)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.deployments.messages.pieces import PieceEnd, StagedPiece, TensorForm, TensorPiece
-from tailrace.deployments.staging.piece_files import PieceFiles, checksum_of_piece, runs_of
+from tailrace.deployments.staging.piece_files import PieceFiles, PieceRuns, checksum_of_piece
 from tailrace.deployments.staging.publish_plan import plans_of
 from tailrace.deployments.staging.slots import Slots
 from tailrace.deployments.staging.stage import Stage, StageRefused
@@ -93,10 +93,11 @@ def test_pieces_written_by_any_ranks_are_the_whole_to_the_bit(tmp_path_factory, 
                 parts[rank].append(piece)
     slots = Slots("app", tmp_path_factory.mktemp("pieces"))
     plans = plans_of({rank: tuple(pieces) for rank, pieces in parts.items()})
-    assert published(slots, arrays, parts, plans) == staged(slots, arrays), "the same name as from one process"
+    size = data.draw(st.integers(1, 100), "bytes of a write")
+    assert published(slots, arrays, parts, plans, size) == staged(slots, arrays), "the same name as from one process"
 
 
-def published(slots, arrays, parts, plans) -> str:
+def published(slots, arrays, parts, plans, size) -> str:
     stage, made = Stage(slots, 1, (0, "")), []
     stage.lay(plans[0].tensors)
     for rank, plan in plans.items():
@@ -105,7 +106,8 @@ def published(slots, arrays, parts, plans) -> str:
             piece = parts[rank][place]
             index = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent, strict=True))
             values = np.ascontiguousarray(arrays[piece.tensor.name][index]).reshape(-1).view(np.uint8)
-            files.write(piece, memoryview(values))
+            for begin in range(0, len(values), size):
+                files.write(piece, memoryview(values)[begin : begin + size], begin)
             made.append(StagedPiece(rank, piece, PieceEnd(checksum_of_piece(piece, memoryview(values)))))
         files.close()
     return stage.seal(made).digest
@@ -125,12 +127,14 @@ def staged(slots, arrays) -> str:
         (box(FORM, (1, 0), (2, 6)), 48, [24]),
         (box(FORM, (1, 2), (2, 3)), 12, [32, 56]),
         (box(TensorForm("c", "U8", (2, 3, 4)), (0, 1, 0), (2, 2, 4)), 8, [4, 16]),
+        (box(TensorForm("c", "U8", (2, 3, 4)), (0, 1, 1), (2, 2, 2)), 2, [5, 9, 17, 21]),
         (box(TensorForm("d", "F32", ()), (), ()), 4, [0]),
+        (box(FORM, (4, 0), (0, 3)), 12, []),
     ],
 )
 def test_a_piece_is_runs_of_equal_length(piece, size, offsets):
-    found, places = runs_of(piece)
-    assert (found, list(places)) == (size, offsets)
+    runs = PieceRuns(piece)
+    assert (runs.size, list(runs), len(runs)) == (size, offsets, len(offsets))
 
 
 @pytest.mark.parametrize(

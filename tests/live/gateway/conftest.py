@@ -4,7 +4,7 @@ Ray collects metrics, which `test_metrics_live.py` reads.
 """
 
 import pytest
-from gateway_service import caller, gateway, slots, slots_service
+from gateway_service import TOKENS, caller, gateway, slots, slots_service
 from listening_sockets import open_sockets
 
 RAYS = {"RAY_enable_metrics_collection": "true", "RAY_metrics_report_interval_ms": "5000"}
@@ -36,3 +36,9 @@ def client(address):
 def http(address):
     with caller(address[0], "trainer") as client:
         yield client
+
+
+@pytest.fixture(scope="package")
+def trainer_url(address) -> str:
+    """The gateway's address with a trainer's token: clients send it by themselves."""
+    return address[0].replace("http://", f"http://trainer:{TOKENS['trainer']}@")

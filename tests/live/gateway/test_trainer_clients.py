@@ -20,12 +20,6 @@ from tailrace.app.weights.trainer_engine import MemoryTrainerInitInfo, register
 
 
 @pytest.fixture(scope="module")
-def trainer_url(address) -> str:
-    """The gateway's address with a trainer's token: clients send it by themselves."""
-    return address[0].replace("http://", f"http://trainer:{TOKENS['trainer']}@")
-
-
-@pytest.fixture(scope="module")
 def other(tiny_model, tmp_path_factory):
     return perturbed(tiny_model, tmp_path_factory.mktemp("other") / "weights", seed=2, scale=0.5)
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tailrace.app.gateway import service
+from tailrace.app.gateway import access_control, service
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.deployments.messages.liveness import LEASE_S
@@ -34,7 +34,7 @@ class Caller:
         self._leave_s, self._pause_s = leave_s, pause_s
         size = -(-max(1, len(body)) // parts)
         self._parts = [body[start : start + size] for start in range(0, max(1, len(body)), size)]
-        self.status, self.body = None, b""
+        self.status, self.answered, self.body = None, (), b""
 
     async def ask(self) -> "Caller":
         scope = {
@@ -59,7 +59,7 @@ class Caller:
 
     async def _send(self, message: dict) -> None:
         await asyncio.sleep(self._pause_s)
-        self.status = message.get("status", self.status)
+        self.status, self.answered = message.get("status", self.status), message.get("headers", self.answered)
         self.body += message.get("body", b"")
 
 
@@ -159,6 +159,31 @@ def test_abuse_leaves_nothing_behind_and_changes_no_token(tmp_path, monkeypatch,
     loop.run_until_complete(whole())
     end_of(loop)
     assert statuses <= {200, 400, 401, 404, 413, 429, 499, None} and {200, 400, 401, 413, 429, 499} <= statuses
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    ("caller", "drained", "left"),
+    [
+        ({}, 10_000_000, range(1)),
+        ({}, 1_000_000, range(44, 45)),  # parts of 200 kB, from the one that exceeds the limit on
+        ({"pause_s": 3.0}, 10_000_000, range(40, 50)),
+        ({"pause_s": 0.5, "leave_s": 2.0}, 10_000_000, range(40, 50)),
+    ],
+)
+def test_a_body_beyond_the_limit_is_read_and_dropped_up_to_a_bound(monkeypatch, announced, caller, drained, left):
+    """So a client that sends all before it reads has its answer, and one that never ends holds no place."""
+    monkeypatch.setattr(access_control, "DRAINED_BYTES", drained)
+    headers = [(b"content-length", str(len(BIG)).encode())] if announced else []
+
+    async def story() -> Caller:
+        config = GatewayConfig(max_body_bytes=MAX_BODY_BYTES)
+        app = make_app(service.GatewayService(lambda role: None, config), config)
+        return await Caller(app, body=BIG, parts=50, headers=headers, **caller).ask()
+
+    found = VirtualLoop().run_until_complete(story())
+    assert found.status == 413 and b"max_body_bytes" in found.body and (b"connection", b"close") in found.answered
+    assert len(found._parts) in left
 
 
 def test_the_tokenizer_is_loaded_once_also_if_its_first_caller_leaves(monkeypatch):

@@ -4,9 +4,13 @@ import asyncio
 import json
 import socket
 import threading
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
+import httpx
 import numpy as np
 import pytest
 import uvicorn
@@ -27,6 +31,9 @@ from tailrace.deployments.staging.slots import Slots, memory_source
 from tailrace.deployments.staging.stage import Stage, StageRefused
 
 WHOLE = {"a": np.arange(240, dtype=np.float32).reshape(40, 6), "b": np.arange(5, dtype=np.int8), "c": np.float32([[7]])}
+
+MAX_BODY_BYTES = 333
+"""What this gateway takes: the lists of pieces below, and a half of `a` in three bodies, cut within rows and values."""
 
 TOLD = {"paused_s": {"r": 0.5}, "set_aside": {"s": "its score differs"}, "warnings": {"r": "its score was late"}}
 
@@ -67,10 +74,10 @@ def site(tmp_path, monkeypatch):
     """A gateway, its client of the service, and `all_ranks`, which runs a call of each rank side by side."""
     monkeypatch.setattr(publishing_rank, "Slots", lambda service: Slots(service, tmp_path))
     monkeypatch.setattr(uploaded_ranks, "this_node", lambda: "here")
-    monkeypatch.setattr(over_http, "PIECE_BYTES", 6 * 4 * 4)  # four rows of `a`
     tokens = tmp_path / "tokens"
     tokens.write_text(f"trainer {'t' * 16}\n")
-    config, client = GatewayConfig(tokens_file=str(tokens)), BookClient(tmp_path)
+    config = GatewayConfig(tokens_file=str(tokens), max_body_bytes=MAX_BODY_BYTES)
+    client = BookClient(tmp_path)
     app = make_app(GatewayService(lambda role: client, config), config)
     bound = socket.create_server(("127.0.0.1", 0))
     port, server = bound.getsockname()[1], uvicorn.Server(uvicorn.Config(app, log_level="critical"))
@@ -97,6 +104,20 @@ def site(tmp_path, monkeypatch):
     thread.join()
 
 
+@pytest.fixture
+def bodies(monkeypatch) -> list[int]:
+    """Bytes of each body of a piece, as they are sent."""
+    found, send = [], HttpWeights._send
+
+    def sends(self, method, path, data, kind):
+        if kind == "application/octet-stream":
+            found.append(len(data))
+        return send(self, method, path, data, kind)
+
+    monkeypatch.setattr(HttpWeights, "_send", sends)
+    return found
+
+
 def digest_of_one_process(root) -> str:
     stage = Stage(Slots("alone", root), 5, (0, ""))
     for name, array in WHOLE.items():
@@ -116,6 +137,54 @@ def test_uploaded_pieces_are_the_weights_that_one_process_would_send(site):
     assert {one.digest for one in found} == {memory_source(source).digest, digest_of_one_process(site.root)}
     assert (version, score) == (5, (-1.0,)) and not site.client.slots.part.exists()
     assert [one.version for one in site.all_ranks(*both(6))] == [6, 6], "and the next one goes on"
+
+
+@pytest.mark.parametrize(("most", "largest"), [(over_http.UPLOAD_BYTES, MAX_BODY_BYTES), (100, 100)])
+def test_a_body_is_no_larger_than_the_gateway_and_the_client_s_own_limit_allow(
+    site, monkeypatch, bodies, most, largest
+):
+    monkeypatch.setattr(over_http, "UPLOAD_BYTES", most)
+    assert [one.version for one in site.all_ranks(*both())] == [5, 5]
+    ((_, source, _),) = site.client.loads
+    assert memory_source(source).digest == digest_of_one_process(site.root)
+    assert max(bodies) == largest and sum(bodies) == sum(array.nbytes for array in WHOLE.values()), "each value once"
+
+
+def test_a_list_of_pieces_that_the_gateway_does_not_take_ends_its_version_alone(site):
+    name, (held, other) = "x" * MAX_BODY_BYTES, halves()
+    found = site.all_ranks((0, held | {name: np.zeros(1, np.int8)}, 5, {}), (1, other, 5, {}))
+    assert all(isinstance(one, WeightsRejected) for one in found), found
+    size = int(str(found[0]).partition(" has ")[2].split()[0])
+    reason = f"the body of /weights/5/join has {size} bytes, and max_body_bytes of the gateway is {MAX_BODY_BYTES}: "
+    reason += "raise it in the gateway's args, or send less"
+    assert size > MAX_BODY_BYTES and str(found[0]) == reason
+    assert str(found[1]) == f"weights 5: rank 0: {reason}; the service keeps its weights"
+    assert [one.version for one in site.all_ranks(*both(6))] == [6, 6]
+    assert [version for version, _, _ in site.client.loads] == [6]
+
+
+def by_httpx(url: str, body) -> tuple[int, str]:
+    """Status and text of the answer. `body`: bytes, or an iterator of them, whose length is not announced."""
+    answer = httpx.post(url, content=body, auth=("trainer", "t" * 16), timeout=60)
+    return answer.status_code, answer.text
+
+
+def by_urllib(url: str, body) -> tuple[int, str]:
+    token = b64encode(f"trainer:{'t' * 16}".encode()).decode()
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(url, body, {"authorization": f"Basic {token}"}), timeout=60)
+    return refused.value.code, refused.value.read().decode()
+
+
+@pytest.mark.parametrize("call", [by_httpx, by_urllib])
+@pytest.mark.parametrize("path", ["/weights/5/join", "/weights/5/pieces?rank=0&number=0&checksum=x"])
+def test_a_client_reads_why_its_body_is_too_large(site, call, path):
+    """Urllib sends all of a body before it reads, and would find its connection reset."""
+    parts = [bytes(1_000_000)] * 10
+    for body, size in ((b"".join(parts), "10,000,000"), (iter(parts), f"more than {MAX_BODY_BYTES}")):
+        status, text = call(site.address + path, body)
+        reason = f"the body of {path.partition('?')[0]} has {size} bytes, and max_body_bytes of the gateway is "
+        assert status == 413 and json.loads(text)["error"]["message"].startswith(reason), text
 
 
 def test_the_next_version_is_above_what_is_served_and_above_what_has_ended(site):
@@ -142,7 +211,8 @@ def test_a_rank_that_does_not_come_or_cannot_stage_is_named_to_the_others(site):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda data: data[:-1], "weights 5: rank 1: piece 0, a from [30, 0], has 96 bytes, and 95 have come"),
+        (lambda data: data[:-1], "weights 5: rank 1: piece 0, a from [30, 0], has 240 bytes, and 239 have come"),
+        (lambda data: data + b"x", "weights 5: rank 1: piece 0, a from [30, 0], has 240 bytes, and 241 have come"),
         (lambda data: bytes(len(data)), "is staged with other bytes"),
     ],
 )
@@ -162,8 +232,6 @@ def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reaso
 
 
 def test_what_does_not_fit_is_refused_with_the_field(site):
-    import httpx
-
     http = httpx.Client(base_url=site.address, auth=("trainer", "t" * 16))
 
     def refused(path, **body) -> str:
@@ -180,8 +248,15 @@ def test_what_does_not_fit_is_refused_with_the_field(site):
     absent = "weights 5: rank 3 has not joined it here; all its calls go to one gateway"
     assert refused("/weights/5/loaded", json={"rank": 3}) == absent
     assert refused("/weights/5/failed", json={"rank": 0}).startswith("reason: ")
-    assert http.post("/weights/5/join", json=join).json() == {"upload": [0]}
+    assert http.post("/weights/5/join", json=join).json() == {"upload": [0], "max_body_bytes": MAX_BODY_BYTES}
     ask = "/weights/5/pieces?rank=0&checksum=x&number="
     assert refused(ask + "1", content=b"x").startswith("weights 5: rank 0: piece 1 is not to be uploaded")
-    assert http.post(ask + "0", content=bytes(16)).json() == {"written": 0}
+    where = "weights 5: rank 0: piece 0, a"
+    early = f"{where}: bytes from 8 on have come, and those from 0 on have not"
+    assert refused(ask + "0&begin=8", content=bytes(8)) == early
+    assert http.post(ask + "0", content=bytes(12)).json() == {"written": 0}
+    assert refused("/weights/5/loaded", json={"rank": 0}) == f"{where}, has 16 bytes, and 12 have come"
+    assert refused(ask + "0&begin=12", content=bytes(5)) == f"{where}, has 16 bytes, and 17 have come"
+    for begin in (12, 12, 0):  # a repeated one changes nothing
+        assert http.post(f"{ask}0&begin={begin}", content=bytes(4)).json() == {"written": 0}
     assert "is staged with other bytes" in refused("/weights/5/loaded", json={"rank": 0})
