@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from narrow_tokenizer import save_narrow_tokenizer
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported; a service refuses to start without
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TINY_VOCABULARY = 8192
 SHALLOW_LAYERS = 4
 
 
@@ -40,17 +41,16 @@ def shallow_model(model_dir, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(model_dir, tmp_path_factory) -> Path:
-    """Folder of a model of two layers with random weights and the demo model's tokenizer."""
+    """Folder of a model of two layers with random weights and the first tokens of the demo model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    shape |= {"vocab_size": 49152, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    shape |= {"vocab_size": TINY_VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 4096}
     LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
-    for name in TOKENIZER:
-        shutil.copy(model_dir / name, folder)
+    save_narrow_tokenizer(model_dir, folder, TINY_VOCABULARY)
     return folder
 
 
