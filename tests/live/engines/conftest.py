@@ -4,9 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from narrow_tokenizer import save_narrow_tokenizer
-
-VOCABULARY = 2048
+from tiny_models import save_tiny
 
 TEMPLATE = """
 {%- set ns = namespace(last=0) %}
@@ -23,17 +21,8 @@ TEMPLATE = """
 
 @pytest.fixture(scope="session")
 def narrow_model(model_dir, tmp_path_factory) -> Path:
-    """Folder of a model of two layers with random weights, for VOCABULARY tokens."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("narrow") / "model"
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    shape |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
-    save_narrow_tokenizer(model_dir, folder, VOCABULARY)
-    return folder
+    """Folder of the tiny model with fewer tokens."""
+    return save_tiny(model_dir, tmp_path_factory.mktemp("narrow") / "model", 2048)
 
 
 @pytest.fixture(scope="session")

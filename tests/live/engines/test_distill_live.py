@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from narrow_tokenizer import save_narrow_tokenizer
+from tiny_models import save_tokenizer
 
 from tailrace.app.distill.drafter import Course, make_drafter, measured
 from tailrace.app.distill.layers import cut, kept_layers
@@ -27,7 +27,7 @@ def target(model_dir, tmp_path_factory):
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape |= {"vocab_size": VOCABULARY, "num_hidden_layers": 5, "tie_word_embeddings": True, "initializer_range": 0.15}
     LlamaForCausalLM(LlamaConfig(eos_token_id=2, **shape)).save_pretrained(folder)
-    save_narrow_tokenizer(model_dir, folder, VOCABULARY)
+    save_tokenizer(model_dir, folder, VOCABULARY)
     return folder
 
 

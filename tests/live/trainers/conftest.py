@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from narrow_tokenizer import save_narrow_tokenizer
+from tiny_models import save_tokenizer
 
 VOCABULARY = 2048
 
@@ -18,7 +18,7 @@ def small_model(model_dir, tmp_path_factory) -> Path:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape |= {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "max_position_embeddings": 512}
     LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
-    save_narrow_tokenizer(model_dir, folder, VOCABULARY)
+    save_tokenizer(model_dir, folder, VOCABULARY)
     return folder
 
 
