@@ -33,7 +33,7 @@ test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist loadgroup --ignore tests/live
 	@$(PY) -m pytest -n 2 --dist loadgroup tests/live/simulated
 	@$(PY) -m pytest -n 2 --dist loadgroup $(IN_PROCESS)
-	@$(PY) -m pytest -m "live or gpu" -n 2 --dist loadgroup $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
+	@$(PY) -m pytest -n 2 --dist loadgroup $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS)) tests/live tests/gpu
 
 test-pure: setup ## the pure tests that are not slow, on two cores (two minutes)
 	@$(PY) -m pytest -m "not live and not gpu and not slow" -n 2 --dist loadgroup --ignore tests/live

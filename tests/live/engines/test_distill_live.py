@@ -1,10 +1,10 @@
 """A draft model from a small random target: what is kept, what is learned, and that an interruption leaves nothing."""
 
 import json
-import shutil
 
 import pytest
 import torch
+from tiny_models import save_tokenizer
 
 from tailrace.app.distill.drafter import Course, make_drafter, measured
 from tailrace.app.distill.layers import cut, kept_layers
@@ -13,21 +13,21 @@ from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 pytestmark = pytest.mark.live
 
+VOCABULARY = 2048
 COURSE = Course(layers=2, steps=60, minutes=10, temperature=1.0, seed=3)
 
 
 @pytest.fixture(scope="module")
 def target(model_dir, tmp_path_factory):
-    """Of five layers and random weights that tell tokens apart, with the demo model's tokenizer."""
+    """Of five layers and random weights that tell tokens apart, with the first tokens of the demo model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("target") / "target"
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    shape |= {"vocab_size": 49152, "num_hidden_layers": 5, "tie_word_embeddings": True, "initializer_range": 0.15}
+    shape |= {"vocab_size": VOCABULARY, "num_hidden_layers": 5, "tie_word_embeddings": True, "initializer_range": 0.15}
     LlamaForCausalLM(LlamaConfig(eos_token_id=2, **shape)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(model_dir / name, folder)
+    save_tokenizer(model_dir, folder, VOCABULARY)
     return folder
 
 

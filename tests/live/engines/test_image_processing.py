@@ -26,6 +26,28 @@ def images(image_folder):
     found.close()
 
 
+@pytest.fixture(scope="module")
+def texts_folder(image_folder, tmp_path_factory):
+    """The same model with a chat template that takes texts alone."""
+    folder = tmp_path_factory.mktemp("texts") / "model"
+    shutil.copytree(image_folder, folder)
+    for file in folder.glob("*.json"):
+        found = json.loads(file.read_text())
+        if isinstance(found, dict) and found.pop("chat_template", None):
+            file.write_text(json.dumps(found))
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images_of_texts(texts_folder):
+    """Those of another gateway."""
+    found = ImageProcessor(str(texts_folder))
+    yield found
+    found.close()
+
+
 def sent(*seeds: int, **of) -> list[SentImage]:
     return [SentImage.of(picture(seed, **of)) for seed in seeds]
 
@@ -50,7 +72,7 @@ def test_an_item_is_one_that_engines_take_in_its_own_placeholder(images):
     assert item_refusal(b64decode(found.items[0])) is None
 
 
-def test_an_image_is_the_same_whatever_is_beside_it_and_however_often_it_is_sent(images, image_folder):
+def test_an_image_is_the_same_whatever_is_beside_it_and_however_often_it_is_sent(images, images_of_texts):
     alone = [images.process(sent(seed), MARKED) for seed in (1, 2)]
     both = images.process(sent(2, 1, 2), [IMAGE_ID, 65, IMAGE_ID, IMAGE_ID])
     assert both.names == (alone[1].names[0], alone[0].names[0], alone[1].names[0])
@@ -59,9 +81,7 @@ def test_an_image_is_the_same_whatever_is_beside_it_and_however_often_it_is_sent
     assert last.names == both.names[:2] and len(last.spans) == 1
     found = images.process(sent(1), placed=1)
     assert found.names == alone[0].names and found.token_ids == [] and found.spans == ()
-    another = ImageProcessor(str(image_folder))  # another gateway's
-    assert another.process(sent(2, 1), [IMAGE_ID, IMAGE_ID]).names == both.names[:2]
-    another.close()
+    assert images_of_texts.process(sent(2, 1), [IMAGE_ID, IMAGE_ID]).names == both.names[:2]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
@@ -113,22 +133,13 @@ def test_a_chat_has_the_prompt_of_the_template_with_its_images(images, image_fol
     assert other.token_ids == found.token_ids and other.images != found.images
 
 
-def test_a_template_of_texts_gets_the_model_s_marks(image_folder, tmp_path):
-    shutil.copytree(image_folder, tmp_path / "model")
-    for file in (tmp_path / "model").glob("*.json"):
-        found = json.loads(file.read_text())
-        if isinstance(found, dict) and found.pop("chat_template", None):
-            file.write_text(json.dumps(found))
-    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    images = ImageProcessor(str(tmp_path / "model"))
-    prompts = Prompts(str(tmp_path / "model"), 512)
+def test_a_template_of_texts_gets_the_model_s_marks(images_of_texts, texts_folder):
+    prompts = Prompts(str(texts_folder), 512)
     parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": picture(1)}}]
     asked = ChatRequest(messages=[{"role": "user", "content": parts}])
-    found = Chat(asked, prompts, Conversations(1_000), None, images)
+    found = Chat(asked, prompts, Conversations(1_000), None, images_of_texts)
     text = prompts.decode(list(found.token_ids), special=True)
-    assert not images.form().in_parts and text == f"<user>{OWN}\nWhat?<eos>"
-    images.close()
+    assert not images_of_texts.form().in_parts and text == f"<user>{OWN}\nWhat?<eos>"
 
 
 def test_a_prompt_is_the_one_that_vllm_s_own_renderer_makes(images, image_folder):

@@ -31,7 +31,7 @@ SAMPLINGS = [
     SamplingParams(min_p=0.1),
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, top_p=0.95, top_k=50, min_p=0.02),
-    SamplingParams(stop_token_ids=tuple(range(0, 49152, 60))),
+    SamplingParams(stop_token_ids=tuple(range(0, 8192, 20))),
     SamplingParams(temperature=0.5),
 ]
 

@@ -15,8 +15,10 @@ from engine_answers import ANSWER_S, held
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
+from tiny_models import save_tiny
 
 import tailrace
+from tailrace.app.model import perturbed
 from tailrace.deployments.coordinator.weight_scores import WeightScores
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS
@@ -43,17 +45,29 @@ def assert_all_same(got, expected):
 
 
 @pytest.fixture(scope="module")
-def new(other_tiny_weights):
+def wide_model(model_dir, tmp_path_factory):
+    """The tiny model with all tokens of the demo model: it is seen whether its 25 MiB are in memory."""
+    return save_tiny(model_dir, tmp_path_factory.mktemp("wide") / "model", 49152)
+
+
+@pytest.fixture(scope="module")
+def other_wide_weights(wide_model, tmp_path_factory):
+    """The wide model's folder with other weights."""
+    return perturbed(wide_model, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
+
+
+@pytest.fixture(scope="module")
+def new(other_wide_weights):
     """What an engine says that was started on the other weights."""
-    engine = EngineRunner(EngineConfig(model=str(other_tiny_weights), max_model_len=256, kv_cache_gib=0.25), "new", 1)
+    engine = EngineRunner(EngineConfig(model=str(other_wide_weights), max_model_len=256, kv_cache_gib=0.25), "new", 1)
     results = whole(engine, 1)
     engine.stop()
     return results
 
 
 @pytest.fixture(scope="module")
-def running(tiny_model, new):
-    engine = EngineRunner(EngineConfig(model=str(tiny_model), max_model_len=256, kv_cache_gib=0.25), "running")
+def running(wide_model, new):
+    engine = EngineRunner(EngineConfig(model=str(wide_model), max_model_len=256, kv_cache_gib=0.25), "running")
     yield engine
     engine.stop()
 
@@ -65,18 +79,18 @@ def old(running):
 
 
 @pytest.fixture
-def engine(running, old, tiny_model):
+def engine(running, old, wide_model):
     """The running engine, under version 0."""
     if running.stats().weights_version != 0:
-        running.ask(LoadWeights(0, str(tiny_model))).result(timeout=120)
+        running.ask(LoadWeights(0, str(wide_model))).result(timeout=120)
     return running
 
 
-def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, tiny_model, other_tiny_weights):
+def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, wide_model, other_wide_weights):
     assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(old, new, strict=True))
-    engine.ask(LoadWeights(1, str(other_tiny_weights))).result(timeout=120)
-    assert (engine.stats().weights_version, engine.stats().weights_source) == (1, str(other_tiny_weights))
-    digest = weights_digest(str(other_tiny_weights))
+    engine.ask(LoadWeights(1, str(other_wide_weights))).result(timeout=120)
+    assert (engine.stats().weights_version, engine.stats().weights_source) == (1, str(other_wide_weights))
+    digest = weights_digest(str(other_wide_weights))
     assert engine.stats().weights_digest == digest
     assert_all_same(whole(engine, 1), new)
     (named, misnamed) = run(
@@ -85,26 +99,26 @@ def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, 
     assert named.weights_version == 1
     assert isinstance(misnamed, ValueError) and f"wants weights {'0' * 16}, this is {digest}" in str(misnamed)
     with pytest.raises(ValueError, match=f"holds other weights \\({digest}\\) than version 2 \\({'0' * 16}\\)"):
-        engine.ask(LoadWeights(2, str(other_tiny_weights), "0" * 16)).result(timeout=60)
+        engine.ask(LoadWeights(2, str(other_wide_weights), "0" * 16)).result(timeout=60)
     (refused,) = run(engine, chunk(0))
     assert isinstance(refused, ValueError) and "wants weights version 0, this is 1" in str(refused)
-    engine.ask(LoadWeights(0, str(tiny_model))).result(timeout=120)
+    engine.ask(LoadWeights(0, str(wide_model))).result(timeout=120)
     assert engine.ask(ResetCache()).result(timeout=60)
     assert_all_same(whole(engine, 0), old)
 
 
-def nothing(folder, tiny_model):
+def nothing(folder, wide_model):
     pass
 
 
-def no_safetensors(folder, tiny_model):
+def no_safetensors(folder, wide_model):
     folder.mkdir()
-    shutil.copy(tiny_model / "config.json", folder)
+    shutil.copy(wide_model / "config.json", folder)
 
 
-def other_shapes(folder, tiny_model):
+def other_shapes(folder, wide_model):
     folder.mkdir()
-    with safe_open(tiny_model / "model.safetensors", framework="np") as file:
+    with safe_open(wide_model / "model.safetensors", framework="np") as file:
         save_file({name: np.zeros(1, np.float32) for name in file.keys()}, folder / "model.safetensors")  # noqa: SIM118
 
 
@@ -116,8 +130,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("make", BAD)
-def test_bad_weights_are_refused_and_the_old_ones_go_on(engine, old, tiny_model, tmp_path, make):
-    make(tmp_path / "bad", tiny_model)
+def test_bad_weights_are_refused_and_the_old_ones_go_on(engine, old, wide_model, tmp_path, make):
+    make(tmp_path / "bad", wide_model)
     before = engine.stats()
     with pytest.raises(ValueError, match=f"^weights folder {tmp_path / 'bad'}: .*{BAD[make]}") as refused:
         engine.ask(LoadWeights(1, str(tmp_path / "bad"))).result(timeout=60)
@@ -127,13 +141,13 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on(engine, old, tiny_model,
     assert_all_same(run(engine, chunk(0), chunk(1)), old[:2])
 
 
-def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_theirs(engine, old, new, other_tiny_weights):
+def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_theirs(engine, old, new, other_wide_weights):
     log = Queue()  # what ended, in order
     with held(engine, lambda: max(engine._stepper.stats().running.values(), default=0) >= 4) as waits:
         for sample in SAMPLES:
             engine.submit(chunk(sample), lambda result: log.put(("old", result)))
         assert waits.wait(ANSWER_S)
-        loaded = engine.ask(LoadWeights(1, str(other_tiny_weights)))
+        loaded = engine.ask(LoadWeights(1, str(other_wide_weights)))
         loaded.add_done_callback(lambda done: log.put(("loaded", done)))
         for sample in SAMPLES:
             engine.submit(chunk(sample, weights_version=1), lambda result: log.put(("new", result)))
@@ -168,7 +182,7 @@ def resident_mib() -> float:
     return int(re.search(r"Anonymous:\s+(\d+)", text)[1]) / 1024
 
 
-def test_an_engine_that_sleeps_gives_its_memory_back_and_continues_with_the_same_tokens(engine, old, tiny_model):
+def test_an_engine_that_sleeps_gives_its_memory_back_and_continues_with_the_same_tokens(engine, old, wide_model):
     digest, half = engine.stats().weights_digest, TOKENS // 2
     begun = run(engine, *(chunk(sample, max_tokens=half) for sample in SAMPLES))
     awake, box = resident_mib(), Queue()
@@ -194,9 +208,9 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_continues_with_the_same
     assert_all_same(whole(engine, 0), old)
 
 
-def test_an_engine_does_not_sleep_if_its_weights_could_not_come_back(engine, old, other_tiny_weights, tmp_path):
+def test_an_engine_does_not_sleep_if_its_weights_could_not_come_back(engine, old, other_wide_weights, tmp_path):
     folder = tmp_path / "copy"
-    shutil.copytree(other_tiny_weights, folder)
+    shutil.copytree(other_wide_weights, folder)
     engine.ask(LoadWeights(1, str(folder))).result(timeout=120)
     shutil.rmtree(folder)
     assert "could not come back" in str(engine.ask(FallAsleep()).exception(timeout=60))
@@ -205,14 +219,14 @@ def test_an_engine_does_not_sleep_if_its_weights_could_not_come_back(engine, old
 
 
 def test_weights_read_back_are_those_of_the_folder_and_a_changed_one_is_named(
-    engine, old, tiny_model, other_tiny_weights
+    engine, old, wide_model, other_wide_weights
 ):
     found = engine.ask(ReadWeights()).result(timeout=120)
     assert (found.version, found.unlike, found.problem) == (0, (), "")
-    with safe_open(tiny_model / "model.safetensors", framework="pt") as file:
+    with safe_open(wide_model / "model.safetensors", framework="pt") as file:
         saved = {name: checksum_of(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a dict
     assert found.checksums == saved
-    engine.ask(LoadWeights(1, str(other_tiny_weights))).result(timeout=120)
+    engine.ask(LoadWeights(1, str(other_wide_weights))).result(timeout=120)
     assert engine.ask(ReadWeights()).result(timeout=120).unlike == ()
     vllm = engine._stepper._engine.engine_core.engine_core
     model = vllm.model_executor.driver_worker.worker.model_runner.get_model()
@@ -221,7 +235,7 @@ def test_weights_read_back_are_those_of_the_folder_and_a_changed_one_is_named(
     projection.cpu_linear = lambda *arguments: held(*arguments) * 1.001
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "kqv"]
     assert engine.ask(ReadWeights()).result(timeout=120).unlike == (*names, "model.norm.weight")
-    engine.ask(LoadWeights(2, str(other_tiny_weights))).result(timeout=120)
+    engine.ask(LoadWeights(2, str(other_wide_weights))).result(timeout=120)
     assert engine.ask(ReadWeights()).result(timeout=120).unlike == ()
 
 
@@ -232,16 +246,16 @@ def in_memory(engine):
 
 
 def test_a_score_finds_a_tensor_changed_in_place_and_a_stale_copy(
-    engine, old, tiny_model, other_tiny_weights, monkeypatch
+    engine, old, wide_model, other_wide_weights, monkeypatch
 ):
     sound = engine.stats()
-    engine.ask(LoadWeights(1, str(other_tiny_weights))).result(timeout=120)
+    engine.ask(LoadWeights(1, str(other_wide_weights))).result(timeout=120)
     other = engine.stats()
     assert len(sound.score) == len(other.score) == len(SCORED) - 1 and other.score != sound.score
     assert (sound.score_drift, other.score_drift) == (0.0, 0.0)
     assert whole(engine, 1)[0].weights_version == 1, "it draws as before"
     in_memory(engine).model.norm.weight.data[7] += 0.5
-    engine.ask(LoadWeights(2, str(tiny_model))).result(timeout=120)
+    engine.ask(LoadWeights(2, str(wide_model))).result(timeout=120)
     drifted = engine.stats()
     assert drifted.score_drift > 0.0 and drifted.score == sound.score, "to the bit, and the load has mended it"
     projection, load = in_memory(engine).model.layers[1].self_attn.qkv_proj, engine._stepper.weights.load
@@ -252,7 +266,7 @@ def test_a_score_finds_a_tensor_changed_in_place_and_a_stale_copy(
         projection.cpu_linear = held
 
     monkeypatch.setattr(engine._stepper.weights, "load", forgetful)
-    engine.ask(LoadWeights(3, str(other_tiny_weights))).result(timeout=120)
+    engine.ask(LoadWeights(3, str(other_wide_weights))).result(timeout=120)
     monkeypatch.undo()
     stale = engine.stats()
     assert stale.weights_digest == other.weights_digest, "a checksum of the source does not see it"
@@ -261,29 +275,29 @@ def test_a_score_finds_a_tensor_changed_in_place_and_a_stale_copy(
     assert set(scores.unlike) == {"b"}
 
 
-def test_a_trainers_score_is_near_the_engines(engine, tiny_model):
+def test_a_trainers_score_is_near_the_engines(engine, wide_model):
     import torch
     from transformers import AutoModelForCausalLM
 
     for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(wide_model, dtype=dtype)
         assert apart(tailrace.weights_score(model), engine.stats().score) < TOLERANCE
         assert model.training is False
 
 
-def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_tiny_weights):
+def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_wide_weights):
     def explode(version, source, digest):
         raise ArithmeticError("a bit flipped")
 
     engine._stepper.weights.load = explode
     boxes = Queue(), Queue()
     engine.submit(chunk(0), boxes[0].put)
-    loads = [engine.ask(LoadWeights(version, str(other_tiny_weights))) for version in (1, 2)]
+    loads = [engine.ask(LoadWeights(version, str(other_wide_weights))) for version in (1, 2)]
     engine.submit(chunk(1, weights_version=1), boxes[1].put)
     assert_same(arrays(boxes[0].get(timeout=60)), old[0])
     assert isinstance(loads[0].exception(timeout=60), ArithmeticError)
     for left in (loads[1].exception(timeout=60), boxes[1].get(timeout=60)):
         assert isinstance(left, EngineDown) and "a bit flipped" in str(left)
     assert not engine.healthy and isinstance(
-        engine.ask(LoadWeights(1, str(other_tiny_weights))).exception(timeout=60), EngineDown
+        engine.ask(LoadWeights(1, str(other_wide_weights))).exception(timeout=60), EngineDown
     )

@@ -1,11 +1,11 @@
-"""A model small enough to train in a second, with the demo model's tokenizer."""
+"""A model small enough to train in a second, with the first tokens of the demo model."""
 
-import shutil
 from pathlib import Path
 
 import pytest
+from tiny_models import save_tokenizer
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+VOCABULARY = 2048
 
 
 @pytest.fixture(scope="session")
@@ -16,10 +16,9 @@ def small_model(model_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "model"
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    shape |= {"vocab_size": 49152, "num_hidden_layers": 1, "max_position_embeddings": 512}
+    shape |= {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "max_position_embeddings": 512}
     LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
-    for name in TOKENIZER:
-        shutil.copy(model_dir / name, folder)
+    save_tokenizer(model_dir, folder, VOCABULARY)
     return folder
 
 

@@ -147,7 +147,6 @@ class Ranks:
     """
 
     world: int
-    port: int
     address: str
     root: Path
     layouts: tuple[str, ...]
@@ -172,7 +171,7 @@ def main(ranks: Ranks, rank: int) -> None:
     publishing_rank.Slots = lambda service: Slots(service, ranks.root)
     publishing.this_node = lambda: "here"
     torch.set_num_threads(1)
-    group = {"rank": rank, "world_size": ranks.world, "init_method": f"tcp://127.0.0.1:{ranks.port}"}
+    group = {"rank": rank, "world_size": ranks.world, "init_method": f"file://{ranks.root}/meeting"}
     dist.init_process_group("gloo", **group)
     client = WireClient(ranks.address, rank, death)
     if death == "manifest":
