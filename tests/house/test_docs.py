@@ -101,6 +101,21 @@ def test_a_documented_command_and_its_options_exist(line):
     assert given <= options | {"--help", "--version"}, line
 
 
+def commands_of(group: click.Group) -> list[click.Command]:
+    members = [group.get_command(click.Context(group), name) for name in group.list_commands(click.Context(group))]
+    return [one for m in members for one in (commands_of(m) if isinstance(m, click.Group) else [m])]
+
+
+def test_files_that_commands_take_reach_them_as_paths():
+    texts = [
+        f"{command.name} {param.opts[0]}"
+        for command in commands_of(main)
+        for param in command.params
+        if isinstance(param.type, click.Path) and param.type.type is not Path
+    ]
+    assert not texts, "give it path_type=Path"
+
+
 @pytest.mark.parametrize("arguments", CHEAP, ids=lambda arguments: " ".join(arguments[:3])[-30:])
 def test_cheap_commands_run(arguments, examples):
     assert not main(arguments, standalone_mode=False)

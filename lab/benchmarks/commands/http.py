@@ -1,5 +1,7 @@
 """`tailrace bench http`: the gateway beside `vllm serve`."""
 
+from pathlib import Path
+
 import click
 
 from tailrace.app.config import DEFAULT_CONFIG, load_config
@@ -22,7 +24,7 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Turns; medians count.")
 @click.option(
     "--config",
-    type=click.Path(),
+    type=click.Path(path_type=Path),
     default=DEFAULT_CONFIG.with_name("serve.http.yaml"),
     show_default="serve.http.yaml",
     help="Of our service; its model, its replicas and its gateway are replaced.",

@@ -1,5 +1,7 @@
 """`tailrace bench ranks`: seconds of a weights update from every rank of a trainer, and the size of deltas."""
 
+from pathlib import Path
+
 import click
 
 from tailrace.app.config import DEFAULT_CONFIG, load_config, with_engine
@@ -18,7 +20,7 @@ USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart,fsdp2_2_http"
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Decoding meanwhile.")
 @click.option("--model", default=None, help="A model's folder; by default the configuration's.")
 @click.option("--deltas/--no-deltas", default=True, show_default=True, help="Also deltas after steps of AdamW.")
-@click.option("--config", default=DEFAULT_CONFIG, show_default="serve.yaml", type=click.Path())
+@click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
 def command(layouts, repeats, samples, model, deltas, config, as_json):
     """Update two replicas that decode from 1, 2 and 4 ranks that are processes: FSDP2 and tensor parallelism.
