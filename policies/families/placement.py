@@ -103,7 +103,7 @@ class CostAware(BaseModel):
     sticky: ClassVar[bool] = False
     min_gain_s: float = Field(0.05, ge=0.0, description="min seconds that a move must save")
     pull_from_tokens: int | None = Field(
-        None, ge=0, description="min KV to pull from the pool; null: where computing it delays all chunks there by more seconds"
+        None, ge=0, description="min KV to pull from the pool; null: where computing it delays chunks by more seconds"
     )
 
     def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
