@@ -120,11 +120,7 @@ class CostAware(BaseModel):
         return there if stay_s - move_s > self.min_gain_s else here, memory
 
     def min_pull_tokens(self, performance: Performance | None, running: int) -> int | None:
-        """Returns the knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s running; 1 to
-        measure.
-
-        A pull delays its own chunk alone; what is computed delays all that run there.
-        """
+        """Returns the knob, or from where on computing, which delays all that run there, takes longer; 1 to measure."""
         if self.pull_from_tokens is not None:
             return self.pull_from_tokens
         if performance is None or not performance.prefill_token_s or performance.fetch_age_s > self.renew_s:
@@ -136,12 +132,11 @@ class CostAware(BaseModel):
 
     def _kv_s(self, sample: SampleView, there: Performance, running: int) -> float:
         """Returns the seconds until a replica of this performance, new to the sample, has the KV of its context."""
-        context = sample.prompt_tokens + sample.generated_tokens
+        context, stored = sample.prompt_tokens + sample.generated_tokens, sample.stored_tokens
         least = self.min_pull_tokens(there, running)
-        if least is None or sample.stored_tokens < max(1, least) or not there.fetch_token_s:
+        if least is None or stored < max(1, least) or not there.fetch_token_s:
             return context * there.prefill_token_s
-        fetch_s = there.fetch_base_s + sample.stored_tokens * there.fetch_token_s
-        return fetch_s + (context - sample.stored_tokens) * there.prefill_token_s
+        return there.fetch_base_s + stored * there.fetch_token_s + (context - stored) * there.prefill_token_s
 
 
 PlacementPolicy = Annotated[LeastKv | RoundRobin | FirstFit | Pinned | CostAware, Field(discriminator="type")]

@@ -19,7 +19,9 @@ from tailrace.policies.protocol.actions import AbortChunk, EndSample, ReleaseKv,
 from tailrace.policies.protocol.events import IllegalEvent
 
 RECORDED = Path(__file__).parents[1] / "data" / "journal.jsonl.gz"
-"""Of the demo model on two replicas, in chunks, with drafts, and with new weights under way."""
+"""Of the demo model on two replicas, in chunks, with drafts, and with new weights under way. Its `min_pull_tokens` were
+renewed when the number of running chunks began to count, and `lanes` was named; no other answer changed.
+"""
 
 
 @pytest.fixture(scope="module")

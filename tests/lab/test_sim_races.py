@@ -16,6 +16,7 @@ from tailrace.lab.simulator.report import replica_seconds
 from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.lanes import NoLanes
 from tailrace.policies.families.racing import FastestOfN, MethodProfile
 from tailrace.policies.families.registry import Policies, load_policy
 from tailrace.policies.families.tail import Consolidate, Release
@@ -141,7 +142,8 @@ def test_the_core_hears_what_a_live_replica_would_tell_of_drafts(recorded):
 
 def test_looks_are_a_second_apart_while_nothing_happens():
     work = Workload("long", 20_000, ((WorkloadGroup("a", 10, (20_000,)),),))
-    got = race(work, Cluster(FLAT, 2), STATIC, admission=False)
+    how = STATIC.model_copy(update={"lanes": NoLanes()})  # lanes look at tokens, which come once a second, too
+    got = race(work, Cluster(FLAT, 2), how, admission=False)
     assert got.makespan_s > 150 and abs(got.events - got.makespan_s / TICK_S) < 30
 
 
