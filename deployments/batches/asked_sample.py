@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from tailrace.deployments.batches.open_batch import GroupIdentity
 from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.messages.chunk import ChunkResult
-from tailrace.deployments.messages.rollout import Rejected
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 
 
 @dataclass(eq=False, slots=True)
 class AskedSample:
     """`sample_id`, `record`: set once the core and the records have taken the sample. `waiting`: number of its
-    callers.
+    callers. `settings`: of the caller that wants the highest weights.
     """
 
+    settings: BatchSettings
     identity: GroupIdentity
     index: int
     turn: int
@@ -39,6 +40,11 @@ class AskedSample:
         self.sample_id, self.record = sample_id, record
         record.grown = self._notify
         self._notify()
+
+    def join(self, settings: BatchSettings) -> None:
+        """Records that one more caller wants the sample."""
+        if settings.lowest_weights > self.settings.lowest_weights:
+            self.settings = settings
 
     def give(self, answer: SampleAnswer | Rejected) -> None:
         if not self.answer.done():

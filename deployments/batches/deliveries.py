@@ -83,6 +83,11 @@ class Delivery:
         self._held_bytes += result_bytes(item) if isinstance(item, GroupResult) else 0
         self._changed.set()
 
+    def refuse(self, refused: Rejected) -> None:
+        """Ends the batch for its reader with the reason. Its driver may submit it again."""
+        self.was_refused = True
+        self.put(refused)
+
     def give(self, group: GroupResult, record: GroupRecord | None) -> None:
         """Records that a group is sent to the driver."""
         self._sent.append((result_bytes(group), record))
@@ -213,9 +218,8 @@ class Deliveries:
         """Submits new groups to the core. If the core refuses them, the delivery's reader gets the reason."""
         refused = await self._submit(message, delivery)
         if refused is not None:
-            delivery.was_refused = True  # its driver may submit it again
             delivery.coming -= {group.prompt_id for group in message.groups}
-            delivery.put(refused)
+            delivery.refuse(refused)
 
     def quota_refusal(self, subject: str, load: BatchLoad, whole: BatchLoad, besides: str = "") -> Rejected | None:
         """Returns Rejected if the quotas do not admit `subject` with this load, else None. `whole`: the load of all
@@ -230,13 +234,11 @@ class Deliveries:
 
     def held_bytes(self) -> dict[str, int]:
         """Returns the bytes of finished groups that drivers have not received, by batch id; no entry for 0."""
-        held = {name: one.load().result_bytes for name, one in self._open.items()}
-        return {name: count for name, count in held.items() if count}
+        return {name: count for name, one in self._open.items() if (count := one.load().result_bytes)}
 
     def renew(self, batch_id: str, driver: str, taken: int = 0) -> None:
         """Renews the lease of a batch's driver. `taken`: number of groups that its caller has, over all its streams."""
-        delivery = self._open.get(batch_id)
-        if delivery is not None and delivery.driver == driver:
+        if (delivery := self._open.get(batch_id)) is not None and delivery.driver == driver:
             delivery.renewed_s = self._now()
             delivery.acknowledge(taken)
 

@@ -147,8 +147,9 @@ class OpenSessions:
         while not isinstance(session := self._session(settings), Rejected):
             asked = session.asked.get(key)
             if asked is None:
-                return self._ask(session, prepared, request)
+                return self._ask(session, settings, prepared, request)
             if not asked.is_cancelled:
+                asked.join(settings)
                 return asked
             await asyncio.wait([asked.answer])
         return session
@@ -163,14 +164,17 @@ class OpenSessions:
         session.renewed_s = self._loop.now()
         return session
 
-    def _ask(self, session: OpenSession, prepared: Prepared, request: SampleRequest) -> AskedSample | Rejected:
+    def _ask(
+        self, session: OpenSession, settings: BatchSettings, prepared: Prepared, request: SampleRequest
+    ) -> AskedSample | Rejected:
         asks = "a sample" if request.together == 1 else "a request"
         whole = BatchLoad(request.together, request.together * prepared.max_tokens)
         subject = f"{asks} of session {session.settings.batch_id!r}"
         if (refused := self._quota(subject, BatchLoad(1, prepared.max_tokens), whole)) is not None:
             return refused
         identity = GroupIdentity.of(prepared)
-        asked = AskedSample(identity, request.index, request.turn, asyncio.get_running_loop().create_future())
+        answer = asyncio.get_running_loop().create_future()
+        asked = AskedSample(settings, identity, request.index, request.turn, answer)
         session.add(asked)
         task = asyncio.ensure_future(self._submit(session, asked, prepared, request))
         self._submissions.add(task)
@@ -184,7 +188,8 @@ class OpenSessions:
             keys = [prepared.prompt_key]
             past = await self._context.lengths(keys) if self._context is not None else {}
             await self._admission.admitted(session.settings.batch_id)
-            refused = self._give(session, asked, prepared, request, past.get(prepared.prompt_key, []))
+            refused = await self._admission.refusal(asked.settings)  # they may have changed meanwhile
+            refused = refused or self._give(session, asked, prepared, request, past.get(prepared.prompt_key, []))
         except Exception as error:  # noqa: BLE001 - one request's error: its callers must receive it
             refused = Rejected(reason=f"session {session.settings.batch_id!r}: {error!r}")
         if refused is not None:
@@ -273,6 +278,14 @@ class OpenSessions:
         for asked in found:
             self._cancel(asked)
         return len(found)
+
+    def refuse(self, refusal: Callable[[BatchSettings], Rejected | None]) -> None:
+        """Ends the samples in flight that `refusal` refuses. Those that are not in the core yet ask it on their way."""
+        for session in self._sessions.values():
+            for asked in [one for one in session.asked.values() if one.sample_id is not None]:
+                if (refused := refusal(asked.settings)) is not None:
+                    self._cancel(asked)
+                    asked.give(refused)
 
     def end_trajectory(self, name: str, group: str, index: int, is_last: bool) -> None:
         """Ends the samples of a trajectory. `is_last`: no other one of its group is open, so that the KV of the group's

@@ -46,9 +46,6 @@ class Prompts:
     `tokenizer_name`: digest of the tokenizer's files, see `tokenizer_files`; empty if it has none.
     """
 
-    tokenizer_name = ""
-    _ends: frozenset[int] = frozenset()
-
     def __init__(self, model: str, max_model_len: int):
         self._tokenizer = tokenizer_of(Path(model))
         self._vocabulary = len(self._tokenizer)

@@ -91,7 +91,7 @@ class Coordinator(WatchCalls, GatewayLines):
             limits=size.limits,
         )
         metrics = export_of("coordinator", export.metrics, self._rollouts.metrics.collect)
-        others = collect_garbage(lambda: self._rollouts.is_idle), metrics.run()
+        others = collect_garbage(lambda: not self._rollouts.batches), metrics.run()
         self._loops += map(asyncio.get_running_loop().create_task, others)
 
     def _start(

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from math import inf
 
 from tailrace.deployments.batches.deliveries import Deliveries, Delivery
@@ -34,6 +35,7 @@ from tailrace.deployments.coordinator.sleep import Sleep
 from tailrace.deployments.coordinator.snapshot import book_sizes, service_snapshot
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
+from tailrace.deployments.coordinator.withdrawn_weights import refuse_waiting
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.feed import Feed
 from tailrace.deployments.feed.logs import Logs
@@ -135,6 +137,7 @@ class Rollouts:
             observe=self._observe_now,
         )
         self.deliveries.session_loads = self.sessions.loads
+        self.weights.on_withdrawal = partial(refuse_waiting, self.weights, self.batches, self.sessions, self._cancel)
         self.trajectories = Trajectories(nonce, loop.now, self.sessions, context and context.reward)
         self._heard = False  # True once a replica has reported
         self.contained: Counter[str] = Counter()  # contained errors, by place and kind
@@ -311,11 +314,6 @@ class Rollouts:
         if self.token_log.is_on:
             await self.token_log.write_early(unlogged(self.groups(), inf))
 
-    @property
-    def is_idle(self) -> bool:
-        """True while nothing is in flight."""
-        return not self.batches
-
     def groups(self) -> list[GroupRecord]:
         """Returns all groups that their drivers have not received yet."""
         return [*self.batches.groups(), *self.deliveries.unread()]
@@ -383,7 +381,10 @@ class Rollouts:
         batch = await self.batches.prepare(message, delivery)
         if isinstance(batch, Rejected):
             return batch
-        await self.admission.admitted(message.batch_id, lambda: bool(self.batches.core_ids(delivery)))
+        begun = partial(self.batches.core_ids, delivery)
+        await self.admission.admitted(message.batch_id, begun)
+        if (refused := self.weights.refusal(message, bool(begun()))) is not None:  # they may have changed meanwhile
+            return refused
         events = [batch.submission(self.loop.now())]
         self.admission.exchange_core()
         if isinstance(self.core.policies.ordering, OracleLongestFirst):

@@ -18,7 +18,7 @@ from tailrace.deployments.coordinator.weight_scores import WeightScores
 from tailrace.deployments.messages.chunk import WEIGHTS, EngineStats
 from tailrace.deployments.messages.command import CheckWeights, LoadWeights
 from tailrace.deployments.messages.errors import ChunkError, is_own_cancel, one_line
-from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected, RejectedBy, WeightsLoaded
 from tailrace.deployments.messages.scores import SCORED, Score
 from tailrace.policies.protocol.exactness import Exactness
 
@@ -77,6 +77,7 @@ class Weights:
         self.asleep = False  # True while the memory of weights is given back: nothing is loaded
         self.problem: str | None = None  # the error of the last load that failed
         self.scores = WeightScores(exactness)
+        self.on_withdrawal: Callable[[], None] = lambda: None  # see `refuse_waiting`
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._unread: deque[tuple[int, str]] = deque(maxlen=MAX_UNREAD)  # accepted after those, before the wanted ones
         self._engines, self._before, self._kept = engines, before, kept
@@ -158,12 +159,13 @@ class Weights:
             self._unread.clear()
 
     def _withdraw(self) -> None:
-        """Returns to the weights before the wanted ones, which no replica has ever held: batches may rely on an update
-        that was accepted while no replica was up.
+        """Returns to the weights before the wanted ones, which no replica has ever held: they were accepted while no
+        replica was up. `on_withdrawal` then refuses what waits for them.
         """
         self.digests.pop(self.version, None)
         self.problem = f"weights {self.version} are withdrawn: {self.problem}"
         self.version, self.source = self._unread.pop() if self._unread else self._confirmed
+        self.on_withdrawal()
         self._changed.set()
 
     def observe(self, reports: list[EngineStats]) -> None:
@@ -232,14 +234,17 @@ class Weights:
         """Returns whether these can be the present weights or earlier ones, as far as is known here."""
         return version <= self.version and self.digests.get(version) in (None, "", digest)
 
-    def refusal(self, batch: RolloutBatch) -> Rejected | None:
-        """Returns Rejected if a batch must not run under the present version, else None."""
+    def refusal(self, batch: BatchSettings, begun: bool = False) -> Rejected | None:
+        """Returns Rejected if a batch must not run under the present version, else None. `begun`: some of it is in
+        flight, and that goes on under later weights, too.
+        """
         wanted = batch.weights_version
-        if self.version >= batch.min_weights_version and wanted in (None, self.version):
+        if self.version >= batch.lowest_weights and (begun or wanted in (None, self.version)):
             return None
-        wanted = batch.min_weights_version if wanted is None else wanted
+        wanted = batch.lowest_weights if wanted is None else wanted
+        why = f" ({self.problem})" if self.problem else ""
         reason = f"the service holds weights version {self.version}, the batch wants {wanted}; update the weights first"
-        return Rejected(reason=reason, by=RejectedBy.WEIGHTS)
+        return Rejected(reason=reason + why, by=RejectedBy.WEIGHTS)
 
     async def loaded(self) -> WeightsLoaded | Rejected:
         """Waits up to LOAD_S until every replica that reports holds the weights wanted now; or until one does, if all

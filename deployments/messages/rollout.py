@@ -107,6 +107,11 @@ class BatchSettings(RequestMessage):
     min_weights_version: Number = Field(0, description="refuse the batch under a lower version; set by the client")
     min_adapter_versions: dict[Text, Number] = Field({}, description="the same of adapters, by name; set by the client")
 
+    @property
+    def lowest_weights(self) -> int:
+        """The lowest weights version that it may run under."""
+        return max(self.min_weights_version, self.weights_version or 0)
+
 
 class RolloutBatch(BatchSettings):
     """Prompts of one step."""

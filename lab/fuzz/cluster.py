@@ -81,8 +81,8 @@ class Numbers:
 
 class SimulatedPrompts(Prompts):
     def __init__(self):
-        self._tokenizer, self._vocabulary = Numbers(), VOCABULARY
-        self.model, self.max_model_len, self.is_multimodal = "simulated", 512, True
+        self._tokenizer, self._vocabulary, self._ends = Numbers(), VOCABULARY, frozenset()
+        self.model, self.tokenizer_name, self.max_model_len, self.is_multimodal = "simulated", "", 512, True
 
 
 class SimulatedCoordinator(Coordinator.func_or_class):

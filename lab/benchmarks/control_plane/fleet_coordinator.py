@@ -232,7 +232,7 @@ async def coordinator(handle: FleetHandle, telemetry: Telemetry) -> AsyncIterato
         token_log=TokenLog(None, "fleet"),
         nonce="fleet",
     )
-    loops = rollouts.run(), rollouts.look(), engines.follow(), collect_garbage(lambda: rollouts.is_idle)
+    loops = rollouts.run(), rollouts.look(), engines.follow(), collect_garbage(lambda: not rollouts.batches)
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     yield rollouts, engines
     for task in tasks:

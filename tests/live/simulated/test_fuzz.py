@@ -41,7 +41,7 @@ from tailrace.lab.fuzz.odd.engine_faults import OF_ENGINES
 from tailrace.lab.fuzz.odd.plan import ODDITIES
 from tailrace.lab.fuzz.run import Outcome, end_of, plan_of, run
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
-from tailrace.lab.fuzz.worlds.plan import WORLDS
+from tailrace.lab.fuzz.worlds.plan import ALWAYS, WORLDS
 from tailrace.policies.core import failures, unassigned
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import Policies
@@ -159,6 +159,15 @@ KEPT_WITH_DEADLY = {106: "a sample that ended its engines was queued with its gr
 @pytest.mark.parametrize("seed", KEPT_WITH_DEADLY)
 def test_a_sample_that_ends_its_engines_takes_no_other_with_it(seed):
     assert outcome_of(seed, ("deadly",)).problem is None
+
+
+KEPT_WITH_LANES = {101512: "what waited for an update that was withdrawn ran under the weights before"}
+"""Such seeds since each may have lanes."""
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_LANES)
+def test_a_defect_with_lanes_stays_mended(seed):
+    assert outcome_of(seed, (*KINDS, *ODDITIES, *WORLDS, "lanes" + ALWAYS)).problem is None
 
 
 @pytest.mark.parametrize("seed", [pytest.param(3000, marks=pytest.mark.long), 3003])

@@ -1,0 +1,94 @@
+"""What waits for weights that the service does not hold any more, or will not have, is refused."""
+
+import asyncio
+
+import pytest
+from virtual_cluster import under_way
+
+from simulated.test_pause import BATCH, whole
+from simulated.test_sessions import PROMPT
+from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
+from tailrace.deployments.messages.rollout import GroupResult
+from tailrace.lab.fuzz.disk import TORN
+from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.policies.families.registry import Policies
+
+
+async def update_that_is_torn(cluster, client) -> None:
+    """Gives the service an update while no replica is up, whose folder is found torn by the first one that starts."""
+    for replica in [*cluster.replicas]:
+        cluster.kill(replica)
+    while (await client.status()).replicas:
+        await asyncio.sleep(0.1)
+    cluster.disk.folders["w1"] = "one"
+    assert (await client.update_weights(1, "w1")).replicas == ()
+    cluster.disk.folders["w1"] = TORN
+
+
+async def groups_of(client) -> list[GroupResult]:
+    return [group async for group in client.rollout(BATCH)]
+
+
+def test_a_batch_and_a_sample_that_wait_for_a_withdrawn_update_are_refused(play):
+    async def story(cluster, client):
+        other = driver_client(cluster)
+        expected = await whole(other)
+        earlier = await under_way(cluster, whole(other, BATCH.model_copy(update={"batch_id": "earlier"})))
+        await update_that_is_torn(cluster, client)
+        session = client.open()
+        waiting = [asyncio.ensure_future(one) for one in (whole(client, BATCH), session.generate(PROMPT))]
+        while len(cluster.coordinator.rollouts.batches) < 3:
+            await asyncio.sleep(0.1)
+        for one in waiting:
+            with pytest.raises(WeightsRejected, match="cannot be read"):  # the client gives its update again
+                await one
+        assert (await client.status()).weights_version == 0
+        assert await earlier == expected, "it wants no update"
+        await session.close()
+
+    play(story)
+
+
+def test_a_batch_goes_on_once_its_client_can_give_the_update_again(play):
+    async def story(cluster, client):
+        await update_that_is_torn(cluster, client)
+        batch = asyncio.ensure_future(groups_of(client))
+        rollouts = cluster.coordinator.rollouts
+        mend = rollouts.weights.on_withdrawal
+
+        def withdrawn():
+            mend()
+            cluster.disk.folders["w1"] = "one"
+
+        rollouts.weights.on_withdrawal = withdrawn
+        groups = await batch
+        status = await client.status()
+        assert (status.weights_version, status.weights_digest) == (1, "digest-of-one")
+        parts = [part for group in groups for sample in group.samples for part in sample.segments]
+        assert {part.weights_version for part in parts} == {1}
+
+    play(story)
+
+
+def test_what_wants_the_weights_before_an_update_that_comes_while_it_waits_to_be_admitted_is_refused(play):
+    async def story(cluster, client):
+        cluster.disk.folders["w1"] = "one"
+        work = await under_way(cluster, whole(client))
+        await client.set_policies(Policies(ordering="fcfs"))  # once nothing is in flight
+        pinned, other = {"weights_version": 0}, driver_client(cluster)
+        session = other.open(**pinned)
+        late = [BATCH.model_copy(update={"batch_id": name} | wants) for name, wants in (("p", pinned), ("any", {}))]
+        waiting = [
+            asyncio.ensure_future(one) for one in (session.generate(PROMPT), *(whole(other, one) for one in late))
+        ]
+        while len(cluster.coordinator.rollouts.status().at_admission) < len(waiting):
+            await asyncio.sleep(0.1)
+        await client.update_weights(1, "w1")
+        assert not work.done() and not any(one.done() for one in waiting)
+        for one in waiting[:2]:
+            with pytest.raises(RolloutRejected, match="holds weights version 1, the batch wants 0"):
+                await one
+        assert await waiting[2] and await work
+        await session.close()
+
+    play(story, mean_tokens=400)
