@@ -41,6 +41,7 @@ class Numerals(Prompts):
 
     def __init__(self, is_multimodal: bool):
         self.model, self.max_model_len, self.is_multimodal, self._vocabulary = "/models/tiny", 64, is_multimodal, 100
+        self._ends = frozenset()
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
         return " ".join(map(str, token_ids))

@@ -36,15 +36,20 @@ def test_a_batch_and_a_sample_that_wait_for_a_withdrawn_update_are_refused(play)
         earlier = await under_way(cluster, whole(other, BATCH.model_copy(update={"batch_id": "earlier"})))
         await update_that_is_torn(cluster, client)
         session = client.open()
-        waiting = [asyncio.ensure_future(one) for one in (whole(client, BATCH), session.generate(PROMPT))]
+        joined = other.open(batch_id=session.settings.batch_id)  # the same sample, of less wanted weights
+        calls = joined.generate(PROMPT), whole(client, BATCH), session.generate(PROMPT)
+        easy, *waiting = [asyncio.ensure_future(one) for one in calls]
         while len(cluster.coordinator.rollouts.batches) < 3:
             await asyncio.sleep(0.1)
         for one in waiting:
             with pytest.raises(WeightsRejected, match="cannot be read"):  # the client gives its update again
                 await one
+        with pytest.raises(RolloutRejected, match=r"holds weights version 0, the batch wants 1; .*cannot be read"):
+            await easy  # it is the same sample
         assert (await client.status()).weights_version == 0
         assert await earlier == expected, "it wants no update"
         await session.close()
+        await joined.close()
 
     play(story)
 
