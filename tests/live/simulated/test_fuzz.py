@@ -332,7 +332,7 @@ def answers_that_were_cut(monkeypatch):
         if isinstance(prepared, Rejected) or isinstance(session, Rejected):
             return prepared if isinstance(prepared, Rejected) else session
         asked = session.asked.get((GroupIdentity.of(prepared), request.index, request.turn))
-        return asked or self._ask(session, prepared, request)
+        return asked or self._ask(session, settings, prepared, request)
 
     monkeypatch.setattr(OpenSessions, "_asked", asked_at_once)
 
