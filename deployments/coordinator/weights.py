@@ -239,10 +239,11 @@ class Weights:
         flight, and that goes on under later weights, too.
         """
         wanted = batch.weights_version
-        if self.version >= batch.lowest_weights and (begun or wanted in (None, self.version)):
+        is_below = self.version < batch.lowest_weights
+        if not is_below and (begun or wanted in (None, self.version)):
             return None
         wanted = batch.lowest_weights if wanted is None else wanted
-        why = f" ({self.problem})" if self.problem else ""
+        why = f" ({self.problem})" if is_below and self.problem else ""
         reason = f"the service holds weights version {self.version}, the batch wants {wanted}; update the weights first"
         return Rejected(reason=reason + why, by=RejectedBy.WEIGHTS)
 

@@ -100,6 +100,27 @@ def test_figures_count_what_was_computed_again():
     assert figures(36.0, turns, 149)["recomputed_share"] == 0.0
 
 
+def test_a_system_has_the_figures_of_its_median_run_and_the_answers_of_all(monkeypatch):
+    answers, rates = {"a-0": (1,), "a-1": (2,), "a-2": (3,), "warm-up": ()}, {"a-0": 30.0, "a-1": 10.0, "a-2": 20.0}
+
+    async def run_of(sessions, salt, model, opener):
+        return 3600 / rates.get(salt, 1.0), [[PlayedTurn(1.0, 10, 0, 0, answers[salt])]]
+
+    monkeypatch.setattr(agents, "play", run_of)
+    said = []
+    plan = [("a", salt, [SESSION]) for salt in rates]
+    runs = asyncio.run(agents._all(plan, "m", None, said.append))["a"]
+    assert len(said) == 3
+    slow = [({**of, "trajectories_per_h": of["trajectories_per_h"] / 2}, turns) for of, turns in runs]
+    other = [*runs[:2], (runs[2][0], [[PlayedTurn(1.0, 10, 0, 0, (9,))]])]
+    found = agents._size({"tailrace": runs, "round_robin_pool": slow, "sticky": other})
+    assert found["runs_per_h"] == [30.0, 10.0, 20.0] and found["trajectories_per_h"] == 20.0
+    assert found["rivals"]["round_robin_pool"]["trajectories_per_h"] == 10.0
+    assert found["identical"] == {"tailrace": 1.0, "round_robin_pool": 1.0, "sticky": 0.6667}
+    with pytest.raises(Failed, match="round_robin_pool made other tokens"):
+        agents._size({"tailrace": runs, "round_robin_pool": other, "sticky": other})
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [(["--config", "serve.yaml"], "it needs a gateway"), (["--turns", "900"], "0 sessions of 900 turns")],

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from tailrace.app.calls import refused
 from tailrace.app.calls.refused import TooLargeForQuota
@@ -150,6 +151,7 @@ def add_errors(app: FastAPI) -> None:
     """Adds the answers to exceptions of routes."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteHTTPException, _other)
+    app.add_exception_handler(ClientDisconnect, _left)
     for kind in (ValueError, PermissionError, ExceptionGroup, SampleFailed, *lost_service(), Exception):
         app.add_exception_handler(kind, _failed)
 
@@ -164,6 +166,10 @@ async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
 
 async def _other(_: Request, error: StarletteHTTPException) -> JSONResponse:
     return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+
+async def _left(*_) -> JSONResponse:
+    return JSONResponse(bad_request("the connection ended before the whole body had come"), 400)
 
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:

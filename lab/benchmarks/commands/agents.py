@@ -38,6 +38,8 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
               help="With --live: divides the tokens of contexts and answers.")  # fmt: skip
 @click.option("--gap-factor", type=click.FloatRange(min=1), default=8.0, show_default=True,
               help="With --live: divides the gaps.")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True,
+              help="With --live: runs of each size, by turns; figures are those of the median run.")  # fmt: skip
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG.with_name("serve.http.yaml"),
               show_default="serve.http.yaml", help="With --live: its model, pool and gateway.")  # fmt: skip
 @AS_JSON
@@ -74,7 +76,7 @@ def _live(read, names: list[str], gap_cap: float, given: dict) -> dict:
     if file.gateway is None or file.application.args.pool is None:
         raise BadInput(f"--config {given['config']}: it needs a gateway and a pool; serve.http.yaml has both")
     sessions = read(max_context(factor))
-    found = measure(file, sessions, given["turns"], factor, given["gap_factor"], names, say)
+    found = measure(file, sessions, given["turns"], factor, given["gap_factor"], names, given["repeats"], say)
     return {"gap_cap_s": gap_cap, "live": found}
 
 

@@ -122,7 +122,8 @@ async def play(
     the server does not answer one.
     """
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # servers close idle ones, also as a request comes
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def one(number: int) -> list[PlayedTurn]:
             try:

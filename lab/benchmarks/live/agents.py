@@ -3,13 +3,14 @@
 The servers run one after the other, each with two engines of the same model and settings, one core each: two
 `vllm serve`, whose sessions stay with one of them by turns (`sticky`); the same two with the pool's bytes as KV besides
 (`sticky_more_kv`); and Tailrace, by `by_kv` and as `round_robin_pool`. All sessions of a size are open at once, from
-the start to the last one's end. Called by `bench agents --live`.
+the start to the last one's end. Each repeat has prompts of its own. Called by `bench agents --live`.
 """
 
 import asyncio
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
@@ -50,6 +51,14 @@ SETTLED_S = 3.0
 """By then every replica has reported its counts."""
 
 Played = tuple[dict, list[list[PlayedTurn]]]
+"""One run: its figures, and the turns of its sessions."""
+
+Runs = dict[str, list[Played]]
+"""By size."""
+
+Plan = list[tuple[str, str, list[AgentSession]]]
+"""Each run's size, its salt, and its sessions."""
+
 Say = Callable[[str], None]
 
 
@@ -60,10 +69,10 @@ def max_context(factor: float) -> int:
 
 def measure(
     file: ServeFile, sessions: Sequence[AgentSession], turns: int, factor: float, gap_factor: float,
-    sizes: Sequence[str], say: Say,
+    sizes: Sequence[str], repeats: int, say: Say,
 ) -> dict:  # fmt: skip
-    """Returns `sizes` as the simulated comparison does. `identical`: share of the answers of each rival that are
-    Tailrace's. Raises Failed if the service's two runs differ.
+    """Returns `sizes` as the simulated comparison does, with the figures of each system's median run, and the rates of
+    all. `identical`: share of the answers of each rival that are Tailrace's. Raises Failed if the service's own differ.
     """
     model = resolve_model(file.application.args.engine.model)
     cut = [scaled(one, turns, factor, gap_factor) for one in sessions if len(one.turns) >= turns]
@@ -74,12 +83,14 @@ def measure(
     if len(cut) < (most := max(loads.values())):
         raise BadInput(f"--trace: {len(cut)} sessions of {turns} turns, and {most} are needed; give fewer --turns")
     work = {size: [cut[place * len(cut) // load] for place in range(load)] for size, load in loads.items()}
+    plan = [(size, f"{size}-{number}", sessions) for size, sessions in work.items() for number in range(repeats)]
     with tempfile.TemporaryDirectory(prefix="tailrace-agents-") as scratch:
-        found = _ours(file, model, pool_tokens, work, say) | {
-            "sticky": _vllm(Path(scratch), model, KV_TOKENS, work, say),
-            "sticky_more_kv": _vllm(Path(scratch), model, KV_TOKENS * (1 + POOL_FACTOR), work, say),
+        found = _ours(file, model, pool_tokens, plan, say) | {
+            "sticky": _vllm(Path(scratch), model, KV_TOKENS, plan, say),
+            "sticky_more_kv": _vllm(Path(scratch), model, KV_TOKENS * (1 + POOL_FACTOR), plan, say),
         }
     return {
+        "repeats": repeats,
         "turns": turns,
         "factor": factor,
         "gap_factor": gap_factor,
@@ -91,19 +102,26 @@ def measure(
     }  # fmt: skip
 
 
-def _size(systems: dict[str, Played]) -> dict:
-    ours = _answers(systems["tailrace"][1])
+def _size(systems: dict[str, list[Played]]) -> dict:
+    ours = _answers(systems["tailrace"])
     identical = {}
-    for name, (_, played) in systems.items():
-        theirs = _answers(played)
-        identical[name] = round(sum(map(tuple.__eq__, ours, theirs)) / len(ours), 4)
+    for name, runs in systems.items():
+        identical[name] = round(sum(map(tuple.__eq__, ours, _answers(runs))) / len(ours), 4)
     if identical["round_robin_pool"] < 1.0:
         raise Failed("agents: round_robin_pool made other tokens than tailrace")
-    return compared({name: of for name, (of, _) in systems.items()}) | {"identical": identical}
+    return compared({name: median_run([of for of, _ in runs]) for name, runs in systems.items()}) | {
+        "identical": identical
+    }
 
 
-def _answers(played: Sequence[Sequence[PlayedTurn]]) -> list[tuple[int, ...]]:
-    return [turn.token_ids for of in played for turn in of]
+def median_run(runs: Sequence[dict]) -> dict:
+    """Returns the figures of the run of median rate, and the rates of all in order of the runs."""
+    by_rate = sorted(runs, key=lambda of: of["trajectories_per_h"])
+    return by_rate[(len(runs) - 1) // 2] | {"runs_per_h": [of["trajectories_per_h"] for of in runs]}
+
+
+def _answers(runs: Sequence[Played]) -> list[tuple[int, ...]]:
+    return [turn.token_ids for _, played in runs for of in played for turn in of]
 
 
 def token_bytes(model: Path) -> int:
@@ -116,7 +134,7 @@ def token_bytes(model: Path) -> int:
 # ---- vLLM ------------------------------------------------------------------------------------------------
 
 
-def _vllm(scratch: Path, model: Path, kv_tokens: int, work: dict[str, list[AgentSession]], say: Say) -> dict:
+def _vllm(scratch: Path, model: Path, kv_tokens: int, plan: Plan, say: Say) -> Runs:
     shape = servers.EngineShape(model, MAX_RUNNING, MAX_MODEL_LEN, kv_tokens * token_bytes(model) / 2**30)
     flags = "--enable-prompt-tokens-details", "--max-num-batched-tokens", str(BATCHED_TOKENS)
     say(f"two `vllm serve` with KV for {kv_tokens} tokens each: starting")
@@ -130,31 +148,29 @@ def _vllm(scratch: Path, model: Path, kv_tokens: int, work: dict[str, list[Agent
         async def opener(number: int) -> AsyncIterator[Place]:
             yield f"{addresses[number % REPLICAS]}/v1/completions", {}
 
-        return asyncio.run(_all(work, model.name, opener, say))
+        return asyncio.run(_all(plan, model.name, opener, say))
 
 
-async def _all(work: dict[str, list[AgentSession]], model: str, opener: Opener, say: Say) -> dict[str, Played]:
-    found = {}
-    await play([_first(work)] * REPLICAS, "warm-up", model, opener)
-    for size, sessions in work.items():
-        seconds, played = await play(sessions, size, model, opener)
-        found[size] = figures(seconds, played), played
-        say(f"{size}, {len(sessions)} sessions: {found[size][0]}")
+async def _all(plan: Plan, model: str, opener: Opener, say: Say) -> Runs:
+    found = defaultdict(list)
+    await play([_first(plan)] * REPLICAS, "warm-up", model, opener)
+    for size, salt, sessions in plan:
+        seconds, played = await play(sessions, salt, model, opener)
+        found[size].append((figures(seconds, played), played))
+        say(f"{salt}, {len(sessions)} sessions: {found[size][-1][0]}")
     return found
 
 
-def _first(work: dict[str, list[AgentSession]]) -> AgentSession:
+def _first(plan: Plan) -> AgentSession:
     """Returns one turn of one session, by which a server warms up."""
-    session = next(iter(work.values()))[0]
+    session = plan[0][2][0]
     return AgentSession(session.session_id, session.turns[:1])
 
 
 # ---- Tailrace --------------------------------------------------------------------------------------------
 
 
-def _ours(
-    file: ServeFile, model: Path, pool_tokens: int, work: dict[str, list[AgentSession]], say: Say
-) -> dict[str, dict[str, Played]]:
+def _ours(file: ServeFile, model: Path, pool_tokens: int, plan: Plan, say: Say) -> dict[str, Runs]:
     os.environ.update(servers.NICENESS)
     from tailrace.app.cluster import service
 
@@ -163,7 +179,7 @@ def _ours(
     with service(_with(file, token_bytes(model), pool_tokens, port), None) as client:
         address = f"http://127.0.0.1:{port}"
         servers.await_health(address)
-        return asyncio.run(_turns(client, address, model.name, work, say))
+        return asyncio.run(_turns(client, address, model.name, plan, say))
 
 
 def _with(file: ServeFile, token: int, pool_tokens: int, port: int) -> ServeFile:
@@ -181,28 +197,29 @@ def _with(file: ServeFile, token: int, pool_tokens: int, port: int) -> ServeFile
     return file.model_copy(update={"applications": applications})
 
 
-async def _turns(client: RolloutClient, address: str, model: str, work: dict, say: Say) -> dict[str, dict[str, Played]]:
+async def _turns(client: RolloutClient, address: str, model: str, plan: Plan, say: Say) -> dict[str, Runs]:
     """Plays each size by all policies in turn."""
     http = Client(address, token=None)
-    found: dict[str, dict[str, Played]] = {name: {} for name in OURS}
-    await play([_first(work)] * REPLICAS, "warm-up", model, _trajectories(http, "warm-up"))
-    for place, (size, sessions) in enumerate(work.items()):
+    found: dict[str, Runs] = {name: defaultdict(list) for name in OURS}
+    await play([_first(plan)] * REPLICAS, "warm-up", model, _trajectories(http, "warm-up"))
+    for place, (size, salt, sessions) in enumerate(plan):
         for name in list(OURS)[:: -1 if place % 2 else 1]:
             await client.set_policies(Policies(**OURS[name]))
             await client.reset_caches()
             before = await _computed(client)
-            seconds, played = await play(sessions, size, model, _trajectories(http, size))
+            seconds, played = await play(sessions, salt, model, _trajectories(http, salt))
             await asyncio.sleep(SETTLED_S)
-            found[name][size] = figures(seconds, played, await _computed(client) - before), played
-            say(f"{size}, {len(sessions)} sessions, {name}: {found[name][size][0]}")
+            of = figures(seconds, played, await _computed(client) - before)
+            found[name][size].append((of, played))
+            say(f"{salt}, {len(sessions)} sessions, {name}: {of}")
     http.close()
     return found
 
 
-def _trajectories(http: Client, size: str) -> Opener:
+def _trajectories(http: Client, salt: str) -> Opener:
     @asynccontextmanager
     async def opener(number: int) -> AsyncIterator[Place]:
-        async with await http.trajectory(group=f"{size}-{number}") as trajectory:
+        async with await http.trajectory(group=f"{salt}-{number}") as trajectory:
             key = {"authorization": f"Bearer {trajectory.api_key}"}
             yield f"{trajectory.base_url}/completions", key
 

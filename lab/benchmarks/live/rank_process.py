@@ -15,13 +15,14 @@ from functools import partial
 
 @dataclass(frozen=True)
 class RankJob:
-    """`address`: the Ray cluster's, or the gateway's for a layout that publishes over HTTP. `layout`: one of `LAYOUTS`.
-    `versions`: to publish, in order. `timeout_s`: the ranks' limit for one another.
+    """`master`: host and port where the ranks meet. `address`: the Ray cluster's, or the gateway's for a layout that
+    publishes over HTTP. `layout`: one of `LAYOUTS`. `versions`: to publish, in order. `timeout_s`: the ranks' limit for
+    one another.
     """
 
     rank: int
     world_size: int
-    port: int
+    master: str
     address: str
     model: str
     layout: str
@@ -29,7 +30,7 @@ class RankJob:
     timeout_s: float
 
     def text(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)
 
 
 CHANGE = 1.001
@@ -40,6 +41,15 @@ APART, HTTP = "_apart", "_http"
 
 LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2, f"fsdp2_2{APART}": 2, f"fsdp2_2{HTTP}": 2}
 """Number of ranks by layout: one process, FSDP2, tensor parallelism."""
+
+RANK_PROGRAM = "tailrace.lab.benchmarks.live.rank_process"
+
+
+def rank_jobs(master: str, layout: str, **shared) -> list[RankJob]:
+    """Returns the jobs of all ranks of a layout. `shared`: the other fields of RankJob."""
+    size = LAYOUTS[layout]
+    return [RankJob(rank=rank, world_size=size, master=master, layout=layout, **shared) for rank in range(size)]
+
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
@@ -99,7 +109,7 @@ def main(job: RankJob) -> None:
     from transformers import AutoModelForCausalLM
 
     if job.world_size > 1:
-        where = f"tcp://127.0.0.1:{job.port}"
+        where = f"tcp://{job.master}"
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     model = laid_out(model, job.layout, job.world_size)

@@ -10,7 +10,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from tailrace.deployments.messages.roles import Role
 from tailrace.kvpool.programs import free_port
 from tailrace.lab.benchmarks.http import servers
 from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
-from tailrace.lab.benchmarks.live.rank_process import HTTP, LAYOUTS, RankJob
+from tailrace.lab.benchmarks.live.rank_process import HTTP, LAYOUTS, RANK_PROGRAM, rank_jobs
 from tailrace.lab.verification.services import own_gateway
 
 
@@ -63,7 +63,7 @@ async def _measured(
         for layout, address in addresses.items():
             first = (await client.status()).weights_version + 1
             versions = tuple(range(first, first + repeats + 1))
-            rows = await _updates(load, RankProcesses(model, layout, versions, address), versions, say)
+            rows = await _updates(load, ranks_here(model, layout, versions, address), versions, say)
             found[layout] = _medians(rows[1:]) | {"ranks": LAYOUTS[layout], "bytes": _bytes_of(model)}
             say(f"{layout}: {found[layout]}")
         return found
@@ -86,19 +86,11 @@ async def _updates(
 
 
 class RankProcesses:
-    """The ranks of one layout, as processes. `versions`: those to publish. `address`: of the cluster or the gateway.
-    `timeout_s`: their limit for one another.
-    """
+    """The processes of the ranks of one layout. `commands`: that of each rank, see `rank_process`."""
 
-    def __init__(self, model: Path, layout: str, versions: tuple[int, ...], address: str, timeout_s: float = 60.0):
-        port, size = free_port("127.0.0.1"), LAYOUTS[layout]
-        shared = {"port": port, "address": address, "model": str(model), "layout": layout, "versions": versions}
-        shared |= {"world_size": size, "timeout_s": timeout_s}
-        jobs = [RankJob(rank=rank, **shared) for rank in range(size)]
-        command = [sys.executable, "-m", "tailrace.lab.benchmarks.live.rank_process"]
+    def __init__(self, commands: Iterable[Sequence[str]], environment: Mapping[str, str] = os.environ):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        environment = os.environ | LOOPBACK_ONLY
-        self.processes = [subprocess.Popen([*command, job.text()], env=environment, **pipes) for job in jobs]
+        self.processes = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
 
     def __enter__(self) -> "RankProcesses":
         return self
@@ -126,6 +118,18 @@ class RankProcesses:
         """Has one rank publish."""
         process.stdin.write("\n")
         process.stdin.flush()
+
+
+def ranks_here(
+    model: Path, layout: str, versions: tuple[int, ...], address: str, timeout_s: float = 60.0
+) -> RankProcesses:
+    """Returns the ranks of a layout as processes of this machine. `versions`: those to publish. `address`: of the
+    cluster or the gateway. `timeout_s`: their limit for one another.
+    """
+    master = f"127.0.0.1:{free_port('127.0.0.1')}"
+    jobs = rank_jobs(master, address=address, model=model, layout=layout, versions=versions, timeout_s=timeout_s)
+    commands = [(sys.executable, "-m", RANK_PROGRAM, job.text()) for job in jobs]
+    return RankProcesses(commands, os.environ | LOOPBACK_ONLY)
 
 
 def _bytes_of(model: Path) -> int:

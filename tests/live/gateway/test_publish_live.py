@@ -12,7 +12,7 @@ from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.staging.slots import Slots
 from tailrace.deployments.staging.stage import Stage
 from tailrace.lab.benchmarks.live.rank_process import CHANGE, HTTP
-from tailrace.lab.benchmarks.live.ranks import RankProcesses
+from tailrace.lab.benchmarks.live.ranks import ranks_here
 
 GROUP = PromptGroup(prompt_id="p", text="Count to three:", samples=2, max_tokens=16)
 
@@ -49,7 +49,7 @@ def cluster(client) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_publish_what_one_process_would_send(client, cluster, trainer_url, tiny_model, tmp_path, layout):
     version, address = client.status_blocking().weights_version + 1, trainer_url if layout.endswith(HTTP) else cluster
-    with RankProcesses(tiny_model, layout, (version,), address, timeout_s=300.0) as ranks:
+    with ranks_here(tiny_model, layout, (version,), address, timeout_s=300.0) as ranks:
         rows = ranks.publish()
     assert {row["digest"] for row in rows} == {digest_of(tiny_model, 1, tmp_path)}
     status = client.status_blocking()
@@ -63,12 +63,12 @@ def test_ranks_publish_what_one_process_would_send(client, cluster, trainer_url,
 def test_a_killed_rank_costs_its_version_alone(client, cluster, tiny_model):
     version = client.status_blocking().weights_version
     before = tokens(client, "before-kill")
-    with RankProcesses(tiny_model, "fsdp2_2", (version + 1, version + 2), cluster, timeout_s=10.0) as ranks:
+    with ranks_here(tiny_model, "fsdp2_2", (version + 1, version + 2), cluster, timeout_s=10.0) as ranks:
         assert list(map(ranks.line, ranks.processes)) == ["ready"] * 2
         ranks.processes[1].kill()
         ranks.tell(ranks.processes[0])
         row = json.loads(ranks.line(ranks.processes[0]))
     assert row["refused"] == f"weights {version + 1}: rank 1 has not joined within 10 s; the service keeps its weights"
     assert client.status_blocking().weights_version == version and tokens(client, "after-kill") == before
-    with RankProcesses(tiny_model, "one", (version + 2,), cluster) as ranks:
+    with ranks_here(tiny_model, "one", (version + 2,), cluster) as ranks:
         assert "digest" in ranks.publish()[0]

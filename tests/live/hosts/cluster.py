@@ -1,6 +1,8 @@
 """A user's Ray cluster on hosts of this machine: its cluster file, and the commands of the README on its head."""
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import yaml
 from waiting import until
 
 from hosts.namespaces import Host, Network
+from tailrace.lab.benchmarks.live.rank_process import RANK_PROGRAM, rank_jobs
+from tailrace.lab.benchmarks.live.ranks import RankProcesses
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
@@ -28,8 +32,11 @@ ENVIRONMENT = (
 
 SERVICE = {
     "engine": {"max_model_len": 1024, "max_running": 4, "kv_cache_gib": 0.5, "cores": 1},
-    "pool": {"dram_gib": 0.5},
+    "pool": {"dram_gib": 1.0},
 }
+"""The pool holds the KV of a rollout, and the weights that the other host pulls."""
+
+MASTER_PORT = 29400
 
 
 class UserCluster:
@@ -81,6 +88,24 @@ class UserCluster:
             return found["status"]
 
         until(lambda: state() == "RUNNING", wait_s)
+
+    def publish(self, model: Path, layout: str, version: int) -> list[dict]:
+        """Has the ranks of a trainer publish a version, each from a worker of its own. Returns their rows."""
+        master = f"{self.workers[0].address}:{MASTER_PORT}"
+        jobs = rank_jobs(master, layout, address="auto", model=str(model), versions=(version,), timeout_s=300.0)
+        program = f"cd ~/tailrace && {TOKEN} .venv/bin/python -m {RANK_PROGRAM}"
+        commands = [
+            (*host.ssh_words(), f"{program} {shlex.quote(job.text())}")
+            for host, job in zip(self.workers, jobs, strict=False)
+        ]
+        with RankProcesses(commands) as ranks:
+            return ranks.publish()
+
+    def asked(self, call: str) -> dict:
+        """Returns the answer to a call of a client on the head."""
+        script = "import sys, tailrace; out = sys.stdout; sys.stdout = sys.stderr; "
+        script += f"print(tailrace.connect().{call}.model_dump_json(), file=out)"
+        return json.loads(self.on_head(f".venv/bin/python -c {shlex.quote(script)}"))
 
     def rollout(self, name: str, prompts: str = "lab/demo/prompts.jsonl") -> subprocess.Popen:
         """Start `tailrace rollout` on the head; its groups go to ~/NAME.jsonl there."""

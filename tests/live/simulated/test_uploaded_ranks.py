@@ -99,7 +99,7 @@ def site(tmp_path, monkeypatch):
             return [one.result() for one in [pool.submit(rank, *call[:-1], **call[-1]) for call in calls]]
 
     address = f"http://127.0.0.1:{port}"
-    yield SimpleNamespace(client=client, all_ranks=all_ranks, root=tmp_path, address=address, weights=weights)
+    yield SimpleNamespace(client=client, all_ranks=all_ranks, root=tmp_path, address=address, weights=weights, app=app)
     server.should_exit = True
     thread.join()
 
@@ -229,6 +229,33 @@ def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reaso
     assert reason in str(found[1]) and "\n" not in str(found[1])
     assert "rank 1" in str(found[0]) and str(found[0]).count("weights 5: ") <= 1, "the other rank hears it, too"
     assert not site.client.slots.part.exists()
+
+
+def test_a_rank_that_leaves_in_the_middle_of_a_body_is_an_error_of_its_own(site):
+    """It was one of the gateway: status 500 in the metrics, and a stack trace in the log."""
+    parts = iter([{"type": "http.request", "body": b"12", "more_body": True}, {"type": "http.disconnect"}])
+    headers = {"authorization": f"Bearer {'t' * 16}", "content-length": "100"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/weights/5/pieces",
+        "query_string": b"rank=0&number=0&checksum=x",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 9),
+    }
+    sent = []
+
+    async def left() -> None:
+        async def receive():
+            return next(parts)
+
+        async def send(message):
+            sent.append(message)
+
+        await site.app(scope, receive, send)
+
+    asyncio.run(left())
+    assert sent[0]["status"] == 400 and b"the connection ended before the whole body had come" in sent[1]["body"]
 
 
 def test_what_does_not_fit_is_refused_with_the_field(site):
