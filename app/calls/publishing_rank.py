@@ -70,6 +70,8 @@ class PublishingRank:
                 leads = stage is not None and not plan.ships
                 if leads:
                     await asyncio.to_thread(stage.lay, plan.tensors)
+                elif stage is not None:
+                    stage.drop()  # it is another node's; replicas of this node pull the version under the same lock
                 ends = await self._stage(slots, plan, pieces)
                 staged()
                 answer = await self._call(PublishPhase.STAGED, ends)

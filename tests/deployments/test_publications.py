@@ -1,6 +1,7 @@
 """Ranks that publish a version through the coordinator's book, in virtual time: real files, a recorded update."""
 
 import asyncio
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -327,6 +328,12 @@ def test_of_two_nodes_that_may_have_the_stage_one_has_it(play, tmp_path, monkeyp
         first, second = halves()
         other = Site(tmp_path)
         other.book, other.slots = site.book, Slots("app-there", there)
+
+        def load(version, digest):
+            os.close(Slots("app-0", there).lock())  # a replica there pulls the version under this lock
+            return WeightsLoaded(version=version, digest=digest, replicas=())
+
+        site.answer = load
         loaded = await site.ends(site.rank(0, 2, first), other.rank(1, 2, second, node="there"))
         assert {one.digest for one in loaded} == {digest_of_one_process(tmp_path)}
         assert not list(there.glob("*-part")) and not Slots("app-0", there).held() and len(site.loads) == 1
