@@ -89,14 +89,13 @@ class UserCluster:
 
         until(lambda: state() == "RUNNING", wait_s)
 
-    def publish(self, model: Path, layout: str, version: int) -> list[dict]:
-        """Has the ranks of a trainer publish a version, each from a worker of its own. Returns their rows."""
-        master = f"{self.workers[0].address}:{MASTER_PORT}"
-        jobs = rank_jobs(master, layout, address="auto", model=str(model), versions=(version,), timeout_s=300.0)
+    def publish(self, hosts: list[Host], model: Path, layout: str, version: int) -> list[dict]:
+        """Has the ranks of a trainer publish a version, each from a host of its own. Returns their rows."""
+        shared = {"address": "auto", "model": str(model), "versions": (version,), "timeout_s": 300.0}
+        jobs = rank_jobs(f"{hosts[0].address}:{MASTER_PORT}", layout, **shared)
         program = f"cd ~/tailrace && {TOKEN} .venv/bin/python -m {RANK_PROGRAM}"
         commands = [
-            (*host.ssh_words(), f"{program} {shlex.quote(job.text())}")
-            for host, job in zip(self.workers, jobs, strict=False)
+            (*host.ssh_words(), f"{program} {shlex.quote(job.text())}") for host, job in zip(hosts, jobs, strict=True)
         ]
         with RankProcesses(commands) as ranks:
             return ranks.publish()

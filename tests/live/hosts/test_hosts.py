@@ -66,12 +66,12 @@ def test_kv_crosses_hosts(cluster, plain):
 
 def test_ranks_on_two_hosts_publish_to_engines_on_two_hosts(cluster, plain, model_dir):
     received = [host.received_bytes() for host in cluster.workers]
-    apart = cluster.publish(model_dir, "fsdp2_2", 1)
+    apart = cluster.publish(cluster.workers, model_dir, "fsdp2_2", 1)
     size = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     grown = [host.received_bytes() - before for host, before in zip(cluster.workers, received, strict=True)]
     assert max(grown) > 0.9 * size, "one host's engine pulls the whole"
     assert sum(grown) > 1.4 * size, "the other one gets the half of a rank"
-    alone = cluster.publish(model_dir, "one", 2)
+    alone = cluster.publish([cluster.head], model_dir, "one", 2)  # a host without an engine
     assert {row["digest"] for row in apart + alone} == {apart[0]["digest"]}
     check = cluster.asked("check_weights_blocking()")
     assert check["version"] == 2 and len(check["replicas"]) == 2 and not check["unlike"] and not check["problems"]
