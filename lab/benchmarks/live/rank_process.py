@@ -30,8 +30,10 @@ class RankJob:
     timeout_s: float
 
     def text(self) -> str:
-        return json.dumps(asdict(self), default=str)
+        return json.dumps(asdict(self))
 
+
+RANK_PROGRAM = "tailrace.lab.benchmarks.live.rank_process"
 
 CHANGE = 1.001
 """Factor of all weights from one version to the next."""
@@ -42,18 +44,15 @@ APART, HTTP = "_apart", "_http"
 LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2, f"fsdp2_2{APART}": 2, f"fsdp2_2{HTTP}": 2}
 """Number of ranks by layout: one process, FSDP2, tensor parallelism."""
 
-RANK_PROGRAM = "tailrace.lab.benchmarks.live.rank_process"
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+"""Layers whose outputs and whose inputs tensor parallelism divides, as Megatron does."""
 
 
 def rank_jobs(master: str, layout: str, **shared) -> list[RankJob]:
     """Returns the jobs of all ranks of a layout. `shared`: the other fields of RankJob."""
     size = LAYOUTS[layout]
     return [RankJob(rank=rank, world_size=size, master=master, layout=layout, **shared) for rank in range(size)]
-
-
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROWS = ("o_proj", "down_proj")
-"""Layers whose outputs and whose inputs tensor parallelism divides, as Megatron does."""
 
 
 def laid_out(model, layout: str, world_size: int):

@@ -127,7 +127,7 @@ def ranks_here(
     cluster or the gateway. `timeout_s`: their limit for one another.
     """
     master = f"127.0.0.1:{free_port('127.0.0.1')}"
-    jobs = rank_jobs(master, address=address, model=model, layout=layout, versions=versions, timeout_s=timeout_s)
+    jobs = rank_jobs(master, address=address, model=str(model), layout=layout, versions=versions, timeout_s=timeout_s)
     commands = [(sys.executable, "-m", RANK_PROGRAM, job.text()) for job in jobs]
     return RankProcesses(commands, os.environ | LOOPBACK_ONLY)
 

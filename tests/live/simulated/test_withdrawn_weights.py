@@ -36,7 +36,7 @@ def test_a_batch_and_a_sample_that_wait_for_a_withdrawn_update_are_refused(play)
         earlier = await under_way(cluster, whole(other, BATCH.model_copy(update={"batch_id": "earlier"})))
         await update_that_is_torn(cluster, client)
         session = client.open()
-        joined = other.open(batch_id=session.settings.batch_id)  # the same sample, of less wanted weights
+        joined = other.open(batch_id=session.settings.batch_id)  # by a client that has updated nothing
         calls = joined.generate(PROMPT), whole(client, BATCH), session.generate(PROMPT)
         easy, *waiting = [asyncio.ensure_future(one) for one in calls]
         while len(cluster.coordinator.rollouts.batches) < 3:
