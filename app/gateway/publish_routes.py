@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from tailrace.app.gateway.edge.fields import Listed, RequestBody
 from tailrace.app.gateway.service import GatewayService
-from tailrace.app.gateway.uploaded_ranks import UploadedRanks
+from tailrace.app.gateway.uploaded_ranks import Upload, UploadedRanks
 from tailrace.app.http.weights_answer import told
 from tailrace.deployments.coordinator.weights import MAX_VERSION
 from tailrace.deployments.messages.pieces import PublishPhase, RankPart, TensorForm, TensorPiece
@@ -30,6 +30,7 @@ class RankJoin(RequestBody):
     timeout_s: float = Field(120.0, gt=0, le=3600)
     score: tuple[float, ...] = ()
     pieces: Annotated[list[tuple[str, str, Sizes, Sizes, Sizes]], Listed]
+    base: tuple[int, str] | None = Field(None, description="version and digest of weights to make deltas on")
 
     @field_validator("pieces")
     @classmethod
@@ -75,12 +76,12 @@ def add_publishing(app: FastAPI, service: GatewayService, max_body_bytes: int) -
 
     @app.post("/weights/{version}/join")
     async def join(version: Version, rank: RankJoin, http: Request):
-        """Return the numbers of the pieces that this rank uploads, once all ranks have joined, and the maximum bytes of
-        a body.
+        """Return the numbers of the pieces that this rank uploads, once all ranks have joined, the maximum bytes of a
+        body, and whether deltas on the given base are taken.
         """
         client = service.client(http.scope["role"])
-        upload = await ranks.join(client, version, rank.rank, rank.part())
-        return {"upload": upload, "max_body_bytes": max_body_bytes}
+        plan = await ranks.join(client, version, rank.rank, rank.part(), rank.base)
+        return {"upload": plan.pieces, "max_body_bytes": max_body_bytes, "deltas": plan.deltas}
 
     @app.post("/weights/{version}/pieces")
     async def pieces(
@@ -90,9 +91,10 @@ def add_publishing(app: FastAPI, service: GatewayService, max_body_bytes: int) -
         number: Annotated[int, Query(ge=0)],
         checksum: Annotated[str, Query(max_length=64, description="of the whole piece, by the rank")],
         begin: Annotated[int, Query(ge=0, description="place in the piece of the body's first byte")] = 0,
+        delta: Annotated[bool, Query(description="the body is a zstd frame of the XOR with the base's bytes")] = False,
     ):
         """Write the body to its place in one piece, whose bytes come in order."""
-        await ranks.upload(version, rank, number, begin, checksum, await http.body())
+        await ranks.upload(version, rank, Upload(number, begin, checksum, await http.body(), delta))
         return {"written": number}
 
     @app.post("/weights/{version}/loaded")

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
+from safetensors.numpy import load_file
 
 from tailrace.app.calls import publishing_rank
 from tailrace.app.calls.refused import WeightsRejected, accepted
@@ -21,12 +22,14 @@ from tailrace.app.gateway import uploaded_ranks
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService
-from tailrace.app.weights import over_http
+from tailrace.app.weights import over_http, uploads
 from tailrace.app.weights.held_pieces import Slice
 from tailrace.app.weights.over_http import HttpWeights
 from tailrace.deployments.coordinator.publications import Publications
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import WeightsLoaded
+from tailrace.deployments.staging.base_weights import BaseWeights
+from tailrace.deployments.staging.deltas import delta_of
 from tailrace.deployments.staging.slots import Slots, memory_source
 from tailrace.deployments.staging.stage import Stage, StageRefused
 
@@ -48,18 +51,19 @@ class BookClient:
     """A client of a service that is the coordinator's book, and that records its loads."""
 
     def __init__(self, root):
-        self.slots, self.loads = Slots("app-0", root), []
+        self.slots, self.loads, self.served = Slots("app-0", root), [], (4, "d")
         self.book = Publications(lambda: 4, self._load, asyncio.ensure_future)
 
     async def _load(self, version, source, digest, score):
         self.loads.append((version, source, score))
+        self.served = version, memory_source(source).digest
         return WeightsLoaded(version=version, digest=digest, replicas=("r",), **TOLD)
 
     async def own_slots(self) -> str:
         return "app-0"
 
     async def status(self):
-        return SimpleNamespace(weights_version=4, weights_digest="d")
+        return SimpleNamespace(weights_version=self.served[0], weights_digest=self.served[1])
 
     @property
     def publishing(self):
@@ -86,11 +90,12 @@ def site(tmp_path, monkeypatch):
     while not server.started:
         thread.join(0.01)
 
-    weights = HttpWeights(f"http://{Role.TRAINER}:{'t' * 16}@127.0.0.1:{port}")
+    trainer = f"http://{Role.TRAINER}:{'t' * 16}@127.0.0.1:{port}"
+    weights = HttpWeights(trainer)
 
-    def rank(number, held, version=5, **more):
+    def rank(number, held, version=5, by=weights, **more):
         try:
-            return weights.publish_blocking(version, held, number, 2, **({"timeout_s": 120} | more))
+            return by.publish_blocking(version, held, number, **({"world_size": 2, "timeout_s": 120} | more))
         except Exception as error:  # noqa: BLE001 - compared by the test
             return error
 
@@ -99,19 +104,21 @@ def site(tmp_path, monkeypatch):
             return [one.result() for one in [pool.submit(rank, *call[:-1], **call[-1]) for call in calls]]
 
     address = f"http://127.0.0.1:{port}"
-    yield SimpleNamespace(client=client, all_ranks=all_ranks, root=tmp_path, address=address, weights=weights, app=app)
+    yield SimpleNamespace(
+        trainer=trainer, client=client, all_ranks=all_ranks, root=tmp_path, address=address, weights=weights, app=app
+    )
     server.should_exit = True
     thread.join()
 
 
 @pytest.fixture
 def bodies(monkeypatch) -> list[int]:
-    """Bytes of each body of a piece, as they are sent."""
+    """Bytes of each body of a piece, as they are sent; below zero for a delta's."""
     found, send = [], HttpWeights._send
 
     def sends(self, method, path, data, kind):
         if kind == "application/octet-stream":
-            found.append(len(data))
+            found.append(len(data) if "delta=false" in path else -len(data))
         return send(self, method, path, data, kind)
 
     monkeypatch.setattr(HttpWeights, "_send", sends)
@@ -258,6 +265,92 @@ def test_a_rank_that_leaves_in_the_middle_of_a_body_is_an_error_of_its_own(site)
     assert sent[0]["status"] == 400 and b"the connection ended before the whole body had come" in sent[1]["body"]
 
 
+def rows(size: int, changed: int = 0) -> dict:
+    """Two ranks' columns of one tensor of random bits, with some values changed."""
+    bits = np.random.default_rng(0).integers(0, 2**16, (size, 6), np.uint16)
+    bits[:changed, 2] ^= 1
+    values = bits.view(np.float16)
+    return [{"w": Slice(np.ascontiguousarray(values[:, :3]), (size, 6), (0, 0)), "b": np.int8([changed])},
+            {"w": Slice(np.ascontiguousarray(values[:, 3:]), (size, 6), (0, 3)), "b": np.int8([changed])}]  # fmt: skip
+
+
+@pytest.fixture
+def with_deltas(site):
+    """Publishes what two ranks hold, each by a client of its own that makes deltas. Returns their answers."""
+    clients = [HttpWeights(site.trainer, deltas=True) for _ in range(2)]
+
+    def publish(version: int, held: list[dict], **more):
+        return site.all_ranks(*((n, one, version, {"by": clients[n]} | more) for n, one in enumerate(held)))
+
+    return publish
+
+
+def stored(site, version: int) -> bytes:
+    """The bytes of `w` in the slot of a version."""
+    ((_, folder),) = [item for item in site.client.slots.held().items() if item[0][0] == version]
+    (path,) = folder.glob("*.safetensors")
+    return load_file(path)["w"].tobytes()
+
+
+def whole(held: list[dict]) -> bytes:
+    return np.concatenate([one["w"].tensor for one in held], 1).tobytes()
+
+
+def test_what_has_changed_since_the_last_version_is_uploaded_alone(site, bodies, with_deltas, monkeypatch):
+    monkeypatch.setattr(uploads, "WINDOW_BYTES", 1000)
+    size = 2000
+    assert [one.version for one in with_deltas(5, rows(size))] == [5, 5]
+    assert min(bodies) > 0 and sum(bodies) >= size * 12, "nothing is a base yet"
+    bodies.clear()
+    changed = rows(size, changed=9)
+    assert [one.version for one in with_deltas(6, changed)] == [6, 6]
+    deltas = [-one for one in bodies if one < 0]
+    assert len(deltas) == 2 * size * 6 // 1000 and sum(map(abs, bodies)) < size * 12 // 20
+    assert stored(site, 6) == whole(changed) != whole(rows(size))
+
+
+def test_a_refused_version_or_a_service_without_the_base_takes_all_bytes_again(site, bodies, with_deltas):
+    with_deltas(5, rows(300))
+    (late,) = with_deltas(6, rows(300, 5)[:1], timeout_s=1)
+    assert isinstance(late, WeightsRejected)
+    bodies.clear()
+    assert [one.version for one in with_deltas(7, rows(300, 5))] == [7, 7]
+    assert sum(one < 0 for one in bodies) == 1, "of the rank that did not take part in 6; its base is 5"
+    site.client.slots.remove()
+    bodies.clear()
+    assert [one.version for one in with_deltas(8, rows(300, 6))] == [8, 8]
+    assert min(bodies) > 0 and stored(site, 8) == whole(rows(300, 6))
+
+
+def test_a_delta_on_other_bytes_ends_its_version_alone(site, bodies, with_deltas, monkeypatch):
+    with_deltas(5, rows(300))
+    read = BaseWeights.read
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseWeights, "read", lambda *args: read(*args)[::-1])
+        found = with_deltas(6, rows(300, 5))
+    assert all("w from" in str(one) and "is staged with other bytes" in str(one) for one in found), found
+    assert [version for version, _, _ in site.client.loads] == [5]
+    assert [one.version for one in with_deltas(7, rows(300, 5))] == [7, 7], "all bytes again"
+    assert stored(site, 7) == whole(rows(300, 5))
+
+
+def test_what_is_no_delta_is_refused_in_one_line(site, with_deltas):
+    held = {"w": np.zeros(50, np.float16)}
+    (loaded,) = site.all_ranks((0, held, 5, {"world_size": 1}))
+    http = httpx.Client(base_url=site.address, auth=("trainer", "t" * 16))
+    join = {"rank": 0, "world_size": 1, "pieces": [["w", "F16", [50], [0], [50]]], "base": [5, loaded.digest]}
+    assert http.post("/weights/6/join", json=join).json()["deltas"]
+    for begin, body, reason in (
+        (0, b"junk", "not a delta: "),
+        (0, delta_of(bytes(102), bytes(102)), "has 100 bytes, and 102 have come"),
+        (0, delta_of(bytes(100), bytes(100))[:-1], "not a delta: "),
+        (2, delta_of(bytes(98), bytes(98)), "bytes from 2 on have come, and those from 0 on have not"),
+    ):
+        answer = http.post(f"/weights/6/pieces?rank=0&number=0&checksum=x&begin={begin}&delta=true", content=body)
+        message = json.loads(answer.text)["error"]["message"]
+        assert answer.status_code == 400 and "weights 6: rank 0: piece 0, w" in message and reason in message, message
+
+
 def test_what_does_not_fit_is_refused_with_the_field(site):
     http = httpx.Client(base_url=site.address, auth=("trainer", "t" * 16))
 
@@ -275,10 +368,12 @@ def test_what_does_not_fit_is_refused_with_the_field(site):
     absent = "weights 5: rank 3 has not joined it here; all its calls go to one gateway"
     assert refused("/weights/5/loaded", json={"rank": 3}) == absent
     assert refused("/weights/5/failed", json={"rank": 0}).startswith("reason: ")
-    assert http.post("/weights/5/join", json=join).json() == {"upload": [0], "max_body_bytes": MAX_BODY_BYTES}
+    told = {"upload": [0], "max_body_bytes": MAX_BODY_BYTES, "deltas": False}
+    assert http.post("/weights/5/join", json=join | {"base": [4, "d"]}).json() == told, "this node has no such weights"
     ask = "/weights/5/pieces?rank=0&checksum=x&number="
     assert refused(ask + "1", content=b"x").startswith("weights 5: rank 0: piece 1 is not to be uploaded")
     where = "weights 5: rank 0: piece 0, a"
+    assert refused(ask + "0&delta=true", content=b"x") == f"{where}: deltas are not taken, as the answer to join says"
     early = f"{where}: bytes from 8 on have come, and those from 0 on have not"
     assert refused(ask + "0&begin=8", content=bytes(8)) == early
     assert http.post(ask + "0", content=bytes(12)).json() == {"written": 0}

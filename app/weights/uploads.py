@@ -1,0 +1,60 @@
+"""What a rank sends of each piece that it uploads: its bytes, or deltas on what it sent before.
+
+Invariant: a base is what the service has loaded from this rank, to the byte. Called by `HttpWeights`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.deployments.messages.pieces import TensorPiece
+from tailrace.deployments.staging.deltas import WINDOW_BYTES, delta_of
+
+
+class Body(NamedTuple):
+    """The body of one request: where in the piece its bytes begin, and whether they are a delta."""
+
+    begin: int
+    data: bytes | memoryview
+    is_delta: bool
+
+
+def whole_bodies(data: memoryview, size: int, first: int = 0) -> Iterator[Body]:
+    """Yields bytes as they are, at most `size` in a body. `first`: where in the piece they begin."""
+    for begin in range(0, max(1, len(data)), size):  # an empty tensor has one body, too
+        yield Body(first + begin, data[begin : begin + size], False)
+
+
+class SentPieces:
+    """A copy of the pieces that this rank sent last, in host memory. `loaded`: version and digest of the weights that
+    they are parts of, or None: they are no base.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: tuple[int, str] | None = None
+        self._copies: dict[TensorPiece, np.ndarray] = {}
+
+    def bodies(self, piece: TensorPiece, data: memoryview, size: int, deltas: bool) -> Iterator[Body]:
+        """Yields a piece's bodies of at most `size` bytes, and remembers it. `deltas`: they are taken."""
+        before = self._copies.get(piece)
+        if before is None or not deltas:
+            yield from whole_bodies(data, size)
+        else:
+            for begin in range(0, max(1, len(data)), WINDOW_BYTES):
+                yield from _window(memoryview(before)[begin:], data[begin : begin + WINDOW_BYTES], size, begin)
+        self._copies[piece] = np.array(data, np.uint8) if before is None else _copied(before, data)
+
+
+def _window(before: memoryview, data: memoryview, size: int, begin: int) -> Iterator[Body]:
+    """Yields the delta of some bytes, or themselves where it is no smaller than half of them."""
+    delta = delta_of(before[: len(data)], data)
+    if len(delta) > min(size, len(data) // 2):
+        yield from whole_bodies(data, size, begin)
+    else:
+        yield Body(begin, delta, True)
+
+
+def _copied(into: np.ndarray, data: memoryview) -> np.ndarray:
+    into[:] = np.frombuffer(data, np.uint8)
+    return into
