@@ -60,8 +60,11 @@ class SampleAdmission(Protocol):
     async def refusal(self, message: BatchSettings) -> Rejected | None:
         """Returns Rejected if a batch cannot run under the present weights, else None."""
 
-    async def admitted(self, batch_id: str) -> None:
-        """Waits for a change of the core that is due."""
+    async def admitted(self, batch_id: str, at_once: Callable[[], object]) -> None:
+        """Waits for a change of the core that is due, unless `at_once()`."""
+
+    def look_again(self) -> None:
+        """Has what waits to be admitted see whether it still has to."""
 
 
 class SessionLoop(Protocol):
@@ -187,7 +190,7 @@ class OpenSessions:
         try:
             keys = [prepared.prompt_key]
             past = await self._context.lengths(keys) if self._context is not None else {}
-            await self._admission.admitted(session.settings.batch_id)
+            await self._admission.admitted(session.settings.batch_id, lambda: asked.is_cancelled)
             refused = await self._admission.refusal(asked.settings)  # they may have changed meanwhile
             refused = refused or self._give(session, asked, prepared, request, past.get(prepared.prompt_key, []))
         except Exception as error:  # noqa: BLE001 - one request's error: its callers must receive it
@@ -260,7 +263,9 @@ class OpenSessions:
 
     def _cancel(self, asked: AskedSample) -> None:
         asked.is_cancelled = True
-        if asked.sample_id is not None and not asked.answer.done():
+        if asked.sample_id is None:
+            self._admission.look_again()
+        elif not asked.answer.done():
             self._loop.tell(ev.SampleCancelled(self._loop.now(), asked.sample_id))
 
     def cancel(self, name: str, group: str | None, index: int | None) -> int:
@@ -321,6 +326,7 @@ class OpenSessions:
             return False
         for asked in session.asked.values():
             asked.is_cancelled = True
+        self._admission.look_again()
         if session.batch is not None and session.batch.is_open:
             self._end_batch(session)
         return True

@@ -68,7 +68,7 @@ class Admission:
         await self._loop.looked.wait()  # a new coordinator does not know its replicas' weights yet
         return self._weights.refusal(message)
 
-    async def admitted(self, batch_id: str, at_once: Callable[[], object] = lambda: False) -> None:
+    async def admitted(self, batch_id: str, at_once: Callable[[], object]) -> None:
         """Waits until a change of the core that is due has been made: the batches before it end, and no other batch
         begins meanwhile. A pause with mode `wait` holds new batches in the same way.
 
@@ -81,6 +81,10 @@ class Admission:
                 await self._changed.wait()
             finally:
                 self._waiting.remove(batch_id)
+
+    def look_again(self) -> None:
+        """Has what waits to be admitted see whether it still has to."""
+        self._changed.set()
 
     def exchange_core(self) -> None:
         """Makes the change of the core that is due, if no batch is in flight."""

@@ -142,8 +142,7 @@ class Rollouts:
         self._heard = False  # True once a replica has reported
         self.contained: Counter[str] = Counter()  # contained errors, by place and kind
         self.unix_s = time.time() - loop.now()  # unix seconds at the clock's 0
-        core, peek = lambda: self.core, engines.peek
-        self.logs = Logs(self.batches, self.trails, core=core, now=loop.now, unix_s=self.unix_s, peek=peek)
+        self.logs = Logs(self.batches, self.trails, lambda: self.core, loop.now, unix_s=self.unix_s, peek=engines.peek)
         self.metrics = ServiceCollector(self.totals, self.status)
         keys = None if kv_pool_manager is None else kv_pool_manager.keys_by_version
         self.feed = Feed(Looks(self.status), nonce, keys, lambda error: self._note("feed", error))
@@ -158,8 +157,7 @@ class Rollouts:
         """Cancels a batch's samples in the core. Returns False if it has none."""
         if delivery.is_over and not delivery.was_refused and self.token_log.is_on:
             self.loop.spawn(self.token_log.forget(delivery.batch_id))
-        core_ids = self.batches.core_ids(delivery)
-        for core_id in core_ids:
+        for core_id in (core_ids := self.batches.core_ids(delivery)):
             self.loop.tell(ev.BatchCancelled(self.loop.now(), core_id))
         return bool(core_ids)
 
@@ -298,14 +296,13 @@ class Rollouts:
             self.loop.spawn(load).add_done_callback(lambda _: self.loop.look_soon())
         old, new = self.core.replicas.weights_version, self.weights.version
         if new > old and self.weights.is_confirmed:
-            self.loop.tell(ev.WeightsChanged(self.loop.now(), new))
+            self._observe_now(ev.WeightsChanged(self.loop.now(), new))  # a turn would first decide under the old one
             if self.kv_pool_manager is not None and drops_kv(self.core.policies.kv_on_update, old, new):
                 self.kv_pool_manager.retire(old)
 
     async def _log_tokens(self) -> None:
         """Logs the tokens of earlier weights, if there are new ones or the weights are about to change."""
-        version = self.weights.version
-        if not self.token_log.is_complete(version):
+        while not self.token_log.is_complete(version := self.weights.version):
             await self.token_log.write(unlogged(self.groups(), version), version)
             self._follow_weights()
 
@@ -378,8 +375,7 @@ class Rollouts:
 
     async def _submit(self, message: RolloutBatch, delivery: Delivery) -> Rejected | None:
         """Submits groups to the core. Returns Rejected if it refuses them, else None."""
-        batch = await self.batches.prepare(message, delivery)
-        if isinstance(batch, Rejected):
+        if isinstance(batch := await self.batches.prepare(message, delivery), Rejected):
             return batch
         begun = partial(self.batches.core_ids, delivery)
         await self.admission.admitted(message.batch_id, begun)

@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
 from virtual_cluster import quiet, under_way
 
+from tailrace.app.calls.refused import RolloutRejected
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -50,6 +52,26 @@ def test_a_pause_that_waits_lets_samples_in_flight_end_and_no_other_one_begin(pl
         await quiet(cluster)
         await client.resume()
         assert (await later).sample.finish_reason is not SampleEnd.CANCELLED
+        await session.close()
+
+    play(story)
+
+
+def test_a_sample_that_waits_for_the_end_of_a_pause_ends_by_its_deadline_or_with_its_session(play):
+    async def story(cluster, client):
+        session, other = client.open(seed=1), client.open(seed=2)
+        work = await under_way(cluster, whole(client))
+        pause = asyncio.ensure_future(client.pause("wait"))
+        await asyncio.sleep(0.5)
+        closed = asyncio.ensure_future(other.generate((5,), max_tokens=60))
+        cut = (await session.generate((5,), max_tokens=60, deadline_s=0.5)).sample
+        assert (cut.finish_reason, cut.token_ids) == (SampleEnd.CANCELLED, ())
+        await other.close()
+        with pytest.raises(RolloutRejected, match="has been closed"):
+            await closed
+        assert not work.done() and not pause.done(), "it ended before them"
+        await pause
+        await client.resume()
         await session.close()
 
     play(story)

@@ -8,9 +8,11 @@ from virtual_cluster import under_way
 from simulated.test_pause import BATCH, whole
 from simulated.test_sessions import PROMPT
 from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
+from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.messages.rollout import GroupResult
 from tailrace.lab.fuzz.disk import TORN
 from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.log_disk import LogDisk
 from tailrace.policies.families.registry import Policies
 
 
@@ -71,6 +73,36 @@ def test_a_batch_goes_on_once_its_client_can_give_the_update_again(play):
         assert (status.weights_version, status.weights_digest) == (1, "digest-of-one")
         parts = [part for group in groups for sample in group.samples for part in sample.segments]
         assert {part.weights_version for part in parts} == {1}
+
+    play(story)
+
+
+def test_a_new_coordinator_runs_nothing_on_replicas_that_were_started_on_older_weights(play, monkeypatch):
+    """Other replicas' reports name the newer weights at once; its core learned them after a first decision."""
+    begun, start = [], ChunkRunner.start
+
+    async def slow(disk, work, *args):
+        await asyncio.sleep(0.5)
+        return work(*args)
+
+    def starts(runner, action, *given):
+        begun.append(action.weights_version)
+        start(runner, action, *given)
+
+    async def story(cluster, client):
+        monkeypatch.setattr(LogDisk, "in_thread", slow)
+        monkeypatch.setattr(ChunkRunner, "start", starts)
+        cluster.disk.folders["w1"] = "one"
+        await client.update_weights(1, "w1")
+        cluster.kill_coordinator(away_s=5.0)
+        for _ in range(2):
+            cluster.boot(after_s=0.0)
+        await asyncio.sleep(1.0)
+        assert sorted(one.stepper.stats().weights_version for one in cluster.replicas.values()) == [0, 0, 1, 1]
+        session = client.open()
+        await asyncio.gather(*(session.generate(PROMPT, index=index) for index in range(12)))
+        assert set(begun) == {1}
+        await session.close()
 
     play(story)
 
