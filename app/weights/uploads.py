@@ -47,12 +47,15 @@ class SentPieces:
 
 
 def _window(before: memoryview, data: memoryview, size: int, begin: int) -> Iterator[Body]:
-    """Yields the delta of some bytes, or themselves where it is no smaller than half of them."""
-    delta = delta_of(before[: len(data)], data)
-    if len(delta) > min(size, len(data) // 2):
+    """Yields the delta of some bytes, or themselves where it is larger than half of them."""
+    delta, half = delta_of(before[: len(data)], data), len(data) // 2
+    if len(delta) > half:
         yield from whole_bodies(data, size, begin)
-    else:
+    elif len(delta) <= size:
         yield Body(begin, delta, True)
+    else:
+        yield from _window(before, data[:half], size, begin)
+        yield from _window(before[half:], data[half:], size, begin + half)
 
 
 def _copied(into: np.ndarray, data: memoryview) -> np.ndarray:

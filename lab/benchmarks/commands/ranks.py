@@ -20,13 +20,15 @@ USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart,fsdp2_2_http"
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Decoding meanwhile.")
 @click.option("--model", default=None, help="A model's folder; by default the configuration's.")
 @click.option("--deltas/--no-deltas", default=True, show_default=True, help="Also deltas after steps of AdamW.")
+@click.option("--link-mbit", type=click.FloatRange(min=1), help="Mbit/s between ranks and the gateway, over HTTP.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
-def command(layouts, repeats, samples, model, deltas, config, as_json):
+def command(layouts, repeats, samples, model, deltas, link_mbit, config, as_json):
     """Update two replicas that decode from 1, 2 and 4 ranks that are processes: FSDP2 and tensor parallelism.
 
     `update_s`: until all replicas hold the version. `blocked_s`: until the slowest rank may change its tensors.
-    `paused_s`: an engine without a token. `delta_share`: compressed XOR of a step over all bytes. About ten minutes.
+    `paused_s`: an engine without a token. `link_bytes`: over the link of --link-mbit. `delta_share`: compressed XOR of
+    a step over all bytes. About ten minutes.
     """
     from tailrace.lab.benchmarks.live.rank_process import LAYOUTS
 
@@ -37,9 +39,10 @@ def command(layouts, repeats, samples, model, deltas, config, as_json):
     if model is not None:
         file = with_engine(file, {"model": model})
     from tailrace.app.model import resolve_model
-    from tailrace.lab.benchmarks.live.ranks import measure
+    from tailrace.lab.benchmarks.live.ranks import RanksBench
 
-    result = {"layouts": measure(file, names, repeats, samples, say)}
+    bench = RanksBench(layouts=names, repeats=repeats, samples=samples, link_mbit=link_mbit, say=say)
+    result = {"layouts": bench.measure(file)}
     if deltas:
         from tailrace.lab.benchmarks.live.weight_deltas import measure as measure_deltas
 

@@ -38,10 +38,13 @@ RANK_PROGRAM = "tailrace.lab.benchmarks.live.rank_process"
 CHANGE = 1.001
 """Factor of all weights from one version to the next."""
 
-APART, HTTP = "_apart", "_http"
+STEP = 2e-6
+"""By how much each weight changes in layouts that publish deltas: about the learning rate, as under Adam."""
+
+APART, HTTP, DELTAS = "_apart", "_http", "_http_deltas"
 """Endings of layouts whose ranks take themselves for two nodes, and of those that publish over HTTP."""
 
-LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2, f"fsdp2_2{APART}": 2, f"fsdp2_2{HTTP}": 2}
+LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2} | {f"fsdp2_2{end}": 2 for end in (APART, HTTP, DELTAS)}
 """Number of ranks by layout: one process, FSDP2, tensor parallelism."""
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -91,7 +94,7 @@ def over_http(job: RankJob) -> Callable:
     """Returns the same call through the gateway, which blocks the rank until the end."""
     from tailrace.app.weights.over_http import HttpWeights
 
-    weights = HttpWeights(job.address)
+    weights = HttpWeights(job.address, deltas=job.layout.endswith(DELTAS))
 
     def publish(version, model):
         began_s = time.monotonic()
@@ -99,6 +102,34 @@ def over_http(job: RankJob) -> Callable:
         return loaded.model_copy(update={"staged_s": time.monotonic() - began_s})
 
     return publish
+
+
+def changed_by_a_factor(model) -> Callable[[int], None]:
+    """Returns what changes a model for its next version."""
+
+    def change(version: int) -> None:
+        for parameter in model.parameters():
+            parameter.mul_(CHANGE)
+
+    return change
+
+
+def changed_as_by_adam(model) -> Callable[[int], None]:
+    """Returns the same with a step up or down of each weight, in float32: few of a shorter type change."""
+    import torch
+
+    local = [
+        getattr(parameter, "to_local", lambda parameter=parameter: parameter)() for parameter in model.parameters()
+    ]
+    masters = [one.detach().float() for one in local]
+
+    def change(version: int) -> None:
+        torch.manual_seed(version)
+        for master, values in zip(masters, local, strict=True):
+            master.add_(torch.randn_like(master).sign(), alpha=STEP)
+            values.copy_(master)
+
+    return change
 
 
 def main(job: RankJob) -> None:
@@ -112,11 +143,11 @@ def main(job: RankJob) -> None:
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     model = laid_out(model, job.layout, job.world_size)
-    publish = over_http(job) if job.layout.endswith(HTTP) else by_memory(job)
+    publish = over_http(job) if HTTP in job.layout else by_memory(job)
+    change = (changed_as_by_adam if job.layout.endswith(DELTAS) else changed_by_a_factor)(model)
     for version in job.versions:
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(CHANGE)
+            change(version)
         print("ready", flush=True)
         sys.stdin.readline()  # all ranks are told at once
         began_s = time.monotonic()

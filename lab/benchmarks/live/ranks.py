@@ -1,7 +1,7 @@
 """Updates from every rank of a trainer, by layout: two replicas decode, and ranks are processes of this machine.
 
-Ranks publish through shared memory, or over HTTP. The layouts take turns, each with ranks of its own; the first update
-of each is not counted.
+Ranks publish through shared memory, or over HTTP, then also by a link that carries few bytes a second. The layouts take
+turns, each with ranks of its own; the first update of each is not counted.
 """
 
 import asyncio
@@ -11,9 +11,11 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import LOOPBACK_ONLY, service
@@ -26,21 +28,67 @@ from tailrace.kvpool.programs import free_port
 from tailrace.lab.benchmarks.http import servers
 from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
 from tailrace.lab.benchmarks.live.rank_process import HTTP, LAYOUTS, RANK_PROGRAM, rank_jobs
+from tailrace.lab.benchmarks.live.slow_link import SlowLink
 from tailrace.lab.verification.services import own_gateway
 
 
-def measure(file: ServeFile, layouts: Sequence[str], repeats: int, samples: int, say: Callable[[str], None]) -> dict:
-    """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish."""
-    model = resolve_model(file.application.args.engine.model)
-    with TemporaryDirectory(prefix="tailrace-ranks-") as folder:
-        gateway, trainer = _with_trainer(file, Path(folder) / "tokens")
-        with service(file.model_copy(update={"applications": (file.application, gateway)}), None) as client:
-            servers.await_health(f"http://{trainer.rpartition('@')[2]}")
-            import ray
+@dataclass(frozen=True)
+class RanksBench:
+    """What is measured. `samples`: decoding meanwhile. `link_mbit`: a second, of ranks that publish over HTTP; None:
+    this machine's own.
+    """
 
-            cluster = ray.get_runtime_context().gcs_address
-            addresses = {layout: trainer if layout.endswith(HTTP) else cluster for layout in layouts}
-            return asyncio.run(_measured(client, model, addresses, repeats, samples, say))
+    layouts: Sequence[str]
+    repeats: int
+    samples: int
+    link_mbit: float | None
+    say: Callable[[str], None]
+
+    def measure(self, file: ServeFile) -> dict:
+        """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish."""
+        model = resolve_model(file.application.args.engine.model)
+        with TemporaryDirectory(prefix="tailrace-ranks-") as folder:
+            gateway, trainer = _with_trainer(file, Path(folder) / "tokens")
+            with service(file.model_copy(update={"applications": (file.application, gateway)}), None) as client:
+                servers.await_health(f"http://{trainer.rpartition('@')[2]}")
+                with SlowLink(urlsplit(trainer).port, self.link_mbit or float("inf")) as link:
+                    if self.link_mbit is not None:
+                        trainer = f"{trainer.rpartition('@')[0]}@{link.address}"
+                    return asyncio.run(self._measured(client, model, trainer, link))
+
+    async def _measured(self, client: RolloutClient, model: Path, trainer: str, link: SlowLink) -> dict:
+        import ray
+
+        cluster = ray.get_runtime_context().gcs_address
+        load = DecodingLoad(client, self.samples)
+        loading = asyncio.create_task(load.run())
+        try:
+            found = {}
+            for layout in self.layouts:
+                first = (await client.status()).weights_version + 1
+                versions = tuple(range(first, first + self.repeats + 1))
+                ranks = ranks_here(model, layout, versions, trainer if HTTP in layout else cluster)
+                rows = await self._updates(load, ranks, versions, link)
+                found[layout] = _medians(rows[1:]) | {"ranks": LAYOUTS[layout], "bytes": _bytes_of(model)}
+                self.say(f"{layout}: {found[layout]}")
+            return found
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+
+    async def _updates(
+        self, load: DecodingLoad, ranks: "RankProcesses", versions: tuple[int, ...], link: SlowLink
+    ) -> list[list[dict]]:
+        """Returns the rows of all ranks by version."""
+        with ranks:
+            rows = []
+            for version in versions:
+                await load.busy(version - 1, replicas=1)  # it may hold all samples
+                before = link.carried
+                rows.append(await asyncio.to_thread(ranks.publish))
+                rows[-1][0]["carried"] = link.carried - before
+                self.say(f"version {version}: {rows[-1]}")
+            return rows
 
 
 def _with_trainer(file: ServeFile, tokens: Path) -> tuple[GatewayApplication, str]:
@@ -51,38 +99,6 @@ def _with_trainer(file: ServeFile, tokens: Path) -> tuple[GatewayApplication, st
     tokens.write_text(f"{Role.TRAINER} {token}\n")
     gateway = own_gateway(file, str(tokens))
     return gateway, f"http://{Role.TRAINER}:{token}@{gateway.args.host}:{gateway.args.port}"
-
-
-async def _measured(
-    client: RolloutClient, model: Path, addresses: dict[str, str], repeats: int, samples: int, say: Callable
-) -> dict:
-    load = DecodingLoad(client, samples)
-    loading = asyncio.create_task(load.run())
-    try:
-        found = {}
-        for layout, address in addresses.items():
-            first = (await client.status()).weights_version + 1
-            versions = tuple(range(first, first + repeats + 1))
-            rows = await _updates(load, ranks_here(model, layout, versions, address), versions, say)
-            found[layout] = _medians(rows[1:]) | {"ranks": LAYOUTS[layout], "bytes": _bytes_of(model)}
-            say(f"{layout}: {found[layout]}")
-        return found
-    finally:
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
-
-
-async def _updates(
-    load: DecodingLoad, ranks: "RankProcesses", versions: tuple[int, ...], say: Callable[[str], None]
-) -> list[list[dict]]:
-    """Returns the rows of all ranks by version."""
-    with ranks:
-        rows = []
-        for version in versions:
-            await load.busy(version - 1, replicas=1)  # it may hold all samples
-            rows.append(await asyncio.to_thread(ranks.publish))
-            say(f"version {version}: {rows[-1]}")
-        return rows
 
 
 class RankProcesses:
@@ -139,7 +155,9 @@ def _bytes_of(model: Path) -> int:
 def _medians(updates: list[list[dict]]) -> dict:
     """An update takes as long as its slowest rank."""
     paused = [value for ranks in updates for value in ranks[0]["paused_s"]]
+    carried = median(ranks[0]["carried"] for ranks in updates)
     found = {key: median(max(rank[key] for rank in ranks) for ranks in updates) for key in ("update_s", "blocked_s")}
     return {key: round(value, 3) for key, value in (found | {"paused_s": median(paused)}).items()} | {
-        "updates": [{key: round(max(rank[key] for rank in ranks), 3) for key in found} for ranks in updates]
+        "link_bytes": carried,
+        "updates": [{key: round(max(rank[key] for rank in ranks), 3) for key in found} for ranks in updates],
     }

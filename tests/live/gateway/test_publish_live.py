@@ -1,6 +1,7 @@
 """Weights from two and four ranks of a trainer, on a real service: as from one process to the byte, or not at all."""
 
 import json
+from urllib.parse import urlsplit
 
 import pytest
 import ray
@@ -8,11 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tailrace import saved_weights
+from tailrace.app.weights.over_http import HttpWeights
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.staging.slots import Slots
 from tailrace.deployments.staging.stage import Stage
 from tailrace.lab.benchmarks.live.rank_process import CHANGE, HTTP
 from tailrace.lab.benchmarks.live.ranks import ranks_here
+from tailrace.lab.benchmarks.live.slow_link import SlowLink
 
 GROUP = PromptGroup(prompt_id="p", text="Count to three:", samples=2, max_tokens=16)
 
@@ -24,6 +27,10 @@ def digest_of(model_dir, changes: int, root) -> str:
         for _ in range(changes):
             for parameter in model.parameters():
                 parameter.mul_(CHANGE)
+    return one_process(model, root)
+
+
+def one_process(model, root) -> str:
     stage = Stage(Slots("one-process", root), 1, (0, ""))
     for name, tensor in saved_weights(model):
         stage.add(name, tensor)
@@ -57,6 +64,23 @@ def test_ranks_publish_what_one_process_would_send(client, cluster, trainer_url,
     check = client.check_weights_blocking()
     assert not check.unlike and not check.problems
     assert {used for _, used in tokens(client, f"after-{layout}")} == {version}
+
+
+def test_a_rank_uploads_what_has_changed_since_its_last_version(client, trainer_url, tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="auto")
+    version, address = client.status_blocking().weights_version, urlsplit(trainer_url)
+    with SlowLink(address.port, mbit=10_000.0) as link, torch.no_grad():
+        weights = HttpWeights(f"http://{address.netloc.rpartition('@')[0]}@{link.address}", deltas=True)
+        weights.publish_blocking(version + 1, model, 0, 1)
+        all_bytes = link.carried
+        for parameter in model.parameters():
+            parameter.view(-1)[::50] *= CHANGE
+        loaded = weights.publish_blocking(version + 2, model, 0, 1)
+    assert link.carried - all_bytes < 0.3 * all_bytes
+    assert loaded.digest == one_process(model, tmp_path)
+    check = client.check_weights_blocking()
+    assert not check.unlike and not check.problems
+    assert {used for _, used in tokens(client, "after-deltas")} == {version + 2}
 
 
 @pytest.mark.long

@@ -1,0 +1,71 @@
+"""A relay on loopback that carries as many bytes a second as a link between two sites: of trainers far from a gateway.
+
+It has no delay: a link's own comes on top. Called by `ranks`.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+PART_BYTES = 64 << 10
+
+LATE_S = 0.05
+"""Seconds by which the relay's own wake-ups may be late without costing the link."""
+
+
+class SlowLink:
+    """Runs on a thread of its own, until it is left. `port`: the one on loopback that it leads to. `mbit`: maximum of
+    all connections together, a second, towards that port. `carried`: bytes so far. `address`: host and port.
+    """
+
+    def __init__(self, port: int, mbit: float):
+        self._port, self._bytes_per_s = port, mbit * 1e6 / 8
+        self.carried, self._free_s = 0, 0.0
+        self._loop = asyncio.new_event_loop()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    def __enter__(self) -> "SlowLink":
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="slow link")
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._relay, "127.0.0.1", 0), self._loop
+        ).result()
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(self, *_) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += writer, back
+        await asyncio.gather(_pump(reader, back, self._wait), _pump(there, writer, _no_wait), return_exceptions=True)
+
+    async def _wait(self, count: int) -> None:
+        """Waits until the link has carried these bytes, after all before them."""
+        self.carried += count
+        self._free_s = max(self._free_s, self._loop.time() - LATE_S) + count / self._bytes_per_s
+        await asyncio.sleep(self._free_s - self._loop.time())
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait: Callable) -> None:
+    try:
+        while part := await reader.read(PART_BYTES):
+            await wait(len(part))
+            writer.write(part)
+            await writer.drain()
+    finally:
+        writer.close()
+
+
+async def _no_wait(count: int) -> None:
+    """The other direction carries short answers."""
