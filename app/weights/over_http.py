@@ -8,18 +8,19 @@ Invariant: an update that is refused or breaks off leaves the service under its 
 """
 
 import json
-from base64 import b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
-from urllib.error import HTTPError
-from urllib.parse import unquote, urlencode, urlsplit
-from urllib.request import Request, urlopen
+from urllib.parse import unquote, urlsplit
+
+import httpx
 
 from tailrace.app.calls.refused import WeightsRejected, error_of_status
 from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
 from tailrace.app.http.weights_answer import loaded_of
-from tailrace.app.weights.held_pieces import held_pieces
+from tailrace.app.weights.held_pieces import HeldPiece, held_pieces
 from tailrace.app.weights.uploads import Body, SentPieces, whole_bodies
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.pieces import TensorPiece
@@ -35,6 +36,9 @@ TIMEOUT_S = 900.0
 
 UPLOAD_BYTES = 8 << 20
 """Maximum bytes of an upload's body, also if the gateway takes larger ones: both ends hold it in memory."""
+
+CONNECTIONS = 8
+"""Maximum pieces of a rank that are uploaded at a time, so that a far gateway's answers are not waited for in turn."""
 
 
 class ServedWeights(NamedTuple):
@@ -52,11 +56,9 @@ class HttpWeights:
 
     def __init__(self, address: str, *, deltas: bool = False):
         parts = urlsplit(address)
-        self._address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
-        token = f"{parts.username or ''}:{unquote(parts.password or '')}"
-        self._headers = {}
-        if parts.password:
-            self._headers["authorization"] = f"Basic {b64encode(token.encode()).decode()}"
+        plain = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        auth = (parts.username or "", unquote(parts.password)) if parts.password else None
+        self._http = httpx.Client(base_url=plain, auth=auth, timeout=TIMEOUT_S)
         self._sent = SentPieces() if deltas else None
 
     def status_blocking(self) -> ServedWeights:
@@ -108,18 +110,23 @@ class HttpWeights:
         listed = [(*one.piece.tensor, one.piece.start, one.piece.extent) for one in pieces]
         join = {**named, "score": list(score), "pieces": listed} | self._base()
         joined = self._call("POST", f"/weights/{version}/join", join)
-        for number in joined["upload"]:
-            piece, values = pieces[number]
-            _, _, data = as_bytes(str(piece), values)
-            query = {"rank": named["rank"], "number": number, "checksum": checksum_of_piece(piece, data)}
-            for body in self._bodies(piece, data, joined):
-                place = {"begin": body.begin, "delta": str(body.is_delta).lower()}
-                path = f"/weights/{version}/pieces?{urlencode(query | place)}"
-                self._send("POST", path, body.data, "application/octet-stream")
+        upload = partial(self._upload, f"/weights/{version}/pieces", pieces, joined, named["rank"])
+        with ThreadPoolExecutor(CONNECTIONS, "upload") as uploads:
+            for _ in uploads.map(upload, joined["upload"]):  # raises the first error, and begins no other piece
+                pass
         loaded = loaded_of(self._call("POST", f"/weights/{version}/loaded", {"rank": named["rank"]}))
         if self._sent is not None:
             self._sent.loaded = loaded.version, loaded.digest
         return loaded
+
+    def _upload(self, path: str, pieces: list[HeldPiece], joined: dict, rank: int, number: int) -> None:
+        """Uploads one piece, in order."""
+        piece, values = pieces[number]
+        _, _, data = as_bytes(str(piece), values)
+        query = {"rank": rank, "number": number, "checksum": checksum_of_piece(piece, data)}
+        for body in self._bodies(piece, data, joined):
+            place = {"begin": body.begin, "delta": body.is_delta}
+            self._send("POST", path, body.data, "application/octet-stream", query | place)
 
     def _base(self) -> dict:
         """Returns the field that names the base of deltas, if there is one. It is none any more: its copies change."""
@@ -144,15 +151,17 @@ class HttpWeights:
         """
         return self._send(method, path, None if body is None else json.dumps(body).encode(), "application/json")
 
-    def _send(self, method: str, path: str, data: bytes | memoryview | None, kind: str) -> dict:
-        headers = self._headers | {"content-type": kind}
-        request = Request(self._address + path, None if data is None else bytes(data), headers, method=method)
+    def _send(
+        self, method: str, path: str, data: bytes | memoryview | None, kind: str, query: dict | None = None
+    ) -> dict:
+        content = None if data is None else bytes(data)
         try:
-            with urlopen(request, timeout=TIMEOUT_S) as answer:
-                return json.load(answer)
-        except HTTPError as error:
-            if error.code >= 500:
-                raise
-            reason = json.load(error)["error"]["message"]
-            kind = error_of_status(error.code)
-            raise (kind if kind is PermissionError else WeightsRejected)(reason) from None
+            answer = self._http.request(method, path, content=content, headers={"content-type": kind}, params=query)
+        except httpx.TransportError as error:
+            raise OSError(f"{self._http.base_url}: {one_line(error)}") from error
+        if answer.status_code >= 500:
+            raise OSError(f"{self._http.base_url}: {path} is answered with status {answer.status_code}")
+        if answer.is_success:
+            return answer.json()
+        refused = error_of_status(answer.status_code)
+        raise (refused if refused is PermissionError else WeightsRejected)(answer.json()["error"]["message"])

@@ -21,9 +21,10 @@ USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart,fsdp2_2_http"
 @click.option("--model", default=None, help="A model's folder; by default the configuration's.")
 @click.option("--deltas/--no-deltas", default=True, show_default=True, help="Also deltas after steps of AdamW.")
 @click.option("--link-mbit", type=click.FloatRange(min=1), help="Mbit/s between ranks and the gateway, over HTTP.")
+@click.option("--link-ms", type=click.FloatRange(min=0), default=0.0, help="The same: milliseconds there and back.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
-def command(layouts, repeats, samples, model, deltas, link_mbit, config, as_json):
+def command(layouts, repeats, samples, model, deltas, link_mbit, link_ms, config, as_json):
     """Update two replicas that decode from 1, 2 and 4 ranks that are processes: FSDP2 and tensor parallelism.
 
     `update_s`: until all replicas hold the version. `blocked_s`: until the slowest rank may change its tensors.
@@ -41,7 +42,8 @@ def command(layouts, repeats, samples, model, deltas, link_mbit, config, as_json
     from tailrace.app.model import resolve_model
     from tailrace.lab.benchmarks.live.ranks import RanksBench
 
-    bench = RanksBench(layouts=names, repeats=repeats, samples=samples, link_mbit=link_mbit, say=say)
+    link = {"link_mbit": link_mbit, "link_ms": link_ms}
+    bench = RanksBench(layouts=names, repeats=repeats, samples=samples, say=say, **link)
     result = {"layouts": bench.measure(file)}
     if deltas:
         from tailrace.lab.benchmarks.live.weight_deltas import measure as measure_deltas

@@ -34,14 +34,15 @@ from tailrace.lab.verification.services import own_gateway
 
 @dataclass(frozen=True)
 class RanksBench:
-    """What is measured. `samples`: decoding meanwhile. `link_mbit`: a second, of ranks that publish over HTTP; None:
-    this machine's own.
+    """What is measured. `samples`: decoding meanwhile. `link_mbit`: a second, and `link_ms`: there and back, of ranks
+    that publish over HTTP; None and 0: this machine's own.
     """
 
     layouts: Sequence[str]
     repeats: int
     samples: int
     link_mbit: float | None
+    link_ms: float
     say: Callable[[str], None]
 
     def measure(self, file: ServeFile) -> dict:
@@ -51,8 +52,9 @@ class RanksBench:
             gateway, trainer = _with_trainer(file, Path(folder) / "tokens")
             with service(file.model_copy(update={"applications": (file.application, gateway)}), None) as client:
                 servers.await_health(f"http://{trainer.rpartition('@')[2]}")
-                with SlowLink(urlsplit(trainer).port, self.link_mbit or float("inf")) as link:
-                    if self.link_mbit is not None:
+                mbit, delay_s = self.link_mbit or float("inf"), self.link_ms / 2000
+                with SlowLink(urlsplit(trainer).port, mbit, delay_s) as link:
+                    if self.link_mbit or self.link_ms:
                         trainer = f"{trainer.rpartition('@')[0]}@{link.address}"
                     return asyncio.run(self._measured(client, model, trainer, link))
 

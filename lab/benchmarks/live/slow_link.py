@@ -1,6 +1,7 @@
-"""A relay on loopback that carries as many bytes a second as a link between two sites: of trainers far from a gateway.
+"""A relay on loopback that is as slow as a link between two sites, for ranks far from a gateway. Called by `ranks`.
 
-It has no delay: a link's own comes on top. Called by `ranks`.
+It carries a maximum of bytes a second towards the gateway, and all bytes arrive later. Losses and the slow start of
+TCP's connections are not in it.
 """
 
 import asyncio
@@ -15,11 +16,12 @@ LATE_S = 0.05
 
 class SlowLink:
     """Runs on a thread of its own, until it is left. `port`: the one on loopback that it leads to. `mbit`: maximum of
-    all connections together, a second, towards that port. `carried`: bytes so far. `address`: host and port.
+    all connections together, a second, towards that port. `delay_s`: one way. `carried`: bytes so far. `address`: host
+    and port.
     """
 
-    def __init__(self, port: int, mbit: float):
-        self._port, self._bytes_per_s = port, mbit * 1e6 / 8
+    def __init__(self, port: int, mbit: float, delay_s: float = 0.0):
+        self._port, self._bytes_per_s, self._delay_s = port, mbit * 1e6 / 8, delay_s
         self.carried, self._free_s = 0, 0.0
         self._loop = asyncio.new_event_loop()
         self._writers: list[asyncio.StreamWriter] = []
@@ -27,9 +29,8 @@ class SlowLink:
     def __enter__(self) -> "SlowLink":
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="slow link")
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._relay, "127.0.0.1", 0), self._loop
-        ).result()
+        starting = asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -48,23 +49,20 @@ class SlowLink:
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers += writer, back
-        await asyncio.gather(_pump(reader, back, self._wait), _pump(there, writer, _no_wait), return_exceptions=True)
+        pumps = self._pump(reader, back, self._wait), self._pump(there, writer, _no_wait)
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait: Callable) -> None:
+        while part := await reader.read(PART_BYTES):
+            await wait(len(part))
+            self._loop.call_later(self._delay_s, writer.write, part)
+        self._loop.call_later(self._delay_s, writer.close)
 
     async def _wait(self, count: int) -> None:
         """Waits until the link has carried these bytes, after all before them."""
         self.carried += count
         self._free_s = max(self._free_s, self._loop.time() - LATE_S) + count / self._bytes_per_s
         await asyncio.sleep(self._free_s - self._loop.time())
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait: Callable) -> None:
-    try:
-        while part := await reader.read(PART_BYTES):
-            await wait(len(part))
-            writer.write(part)
-            await writer.drain()
-    finally:
-        writer.close()
 
 
 async def _no_wait(count: int) -> None:

@@ -116,10 +116,10 @@ def bodies(monkeypatch) -> list[int]:
     """Bytes of each body of a piece, as they are sent; below zero for a delta's."""
     found, send = [], HttpWeights._send
 
-    def sends(self, method, path, data, kind):
+    def sends(self, method, path, data, kind, query=None):
         if kind == "application/octet-stream":
-            found.append(len(data) if "delta=false" in path else -len(data))
-        return send(self, method, path, data, kind)
+            found.append(-len(data) if query["delta"] else len(data))
+        return send(self, method, path, data, kind, query)
 
     monkeypatch.setattr(HttpWeights, "_send", sends)
     return found
@@ -226,9 +226,9 @@ def test_a_rank_that_does_not_come_or_cannot_stage_is_named_to_the_others(site):
 def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reason):
     send = HttpWeights._send
 
-    def sends(self, method, path, data, kind):
-        damaged = kind == "application/octet-stream" and "rank=1&number=0" in path
-        return send(self, method, path, damage(bytes(data)) if damaged else data, kind)
+    def sends(self, method, path, data, kind, query=None):
+        damaged = kind == "application/octet-stream" and (query["rank"], query["number"]) == (1, 0)
+        return send(self, method, path, damage(bytes(data)) if damaged else data, kind, query)
 
     monkeypatch.setattr(HttpWeights, "_send", sends)
     found = site.all_ranks(*both())
