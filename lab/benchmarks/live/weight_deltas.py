@@ -1,18 +1,17 @@
-"""Bits of the weights that a step of an optimizer changes: the XOR with the weights before, compressed, over the whole.
+"""Bits of the weights that a step of an optimizer changes: the deltas that ranks would upload, over the whole.
 
 Weights are trained in float32 and sent in bfloat16 or float32. Answers are drawn by the model itself, with advantages
 drawn at random, so gradients have the form of a policy gradient's; AdamW's first steps are not counted.
 """
 
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
+from tailrace.deployments.staging.deltas import delta_of
+
 WARM_STEPS, STEPS = 3, 2
 SAMPLES, ANSWER_TOKENS = 8, 32
-LEVEL = 1
-"""zlib's fastest level, on bytes of equal weight side by side: those of a number differ in how often they change."""
 
 
 def measure(model: Path, rates: tuple[float, ...], say: Callable[[str], None]) -> dict:
@@ -66,12 +65,14 @@ def _delta(before: dict, model, kind) -> dict:
     import numpy as np
     import torch
 
-    whole = small = numbers = changed = 0
-    began_s = monotonic()
+    whole = small = numbers = changed = compress_s = 0
     for name, value in model.named_parameters():
-        pair = [one.detach().to(kind).contiguous().view(torch.uint8).numpy() for one in (before[name], value)]
-        flips = (pair[0] ^ pair[1]).reshape(-1, kind.itemsize)
+        one, other = (
+            each.detach().to(kind).contiguous().view(torch.uint8).numpy().reshape(-1) for each in (before[name], value)
+        )
+        flips = np.bitwise_xor(one, other).reshape(-1, kind.itemsize)
         numbers, changed = numbers + len(flips), changed + int(flips.any(-1).sum())
-        whole += flips.nbytes
-        small += len(zlib.compress(np.ascontiguousarray(flips.T).data, LEVEL))
-    return {"share": small / whole, "changed": changed / numbers, "compress_s": monotonic() - began_s}
+        began_s = monotonic()
+        whole, small = whole + one.nbytes, small + len(delta_of(one.data, other.data))
+        compress_s += monotonic() - began_s
+    return {"share": small / whole, "changed": changed / numbers, "compress_s": compress_s}
