@@ -137,7 +137,6 @@ class Rollouts:
             observe=self._observe_now,
         )
         self.deliveries.session_loads = self.sessions.loads
-        self.weights.on_withdrawal = partial(refuse_waiting, self.weights, self.batches, self.sessions, self._cancel)
         self.trajectories = Trajectories(nonce, loop.now, self.sessions, context and context.reward)
         self._heard = False  # True once a replica has reported
         self.contained: Counter[str] = Counter()  # contained errors, by place and kind
@@ -258,6 +257,7 @@ class Rollouts:
             await self.weights.find(reports, self.token_log)
             self._observe_now(ev.WeightsChanged(self.loop.now(), self.weights.version))
         self.weights.observe(reports)
+        refuse_waiting(self.weights, self.batches, self.sessions, self._cancel)
         calls = self.adapters.observe(reports)
         for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):
             self.loop.spawn(call)

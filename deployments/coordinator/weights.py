@@ -77,7 +77,7 @@ class Weights:
         self.asleep = False  # True while the memory of weights is given back: nothing is loaded
         self.problem: str | None = None  # the error of the last load that failed
         self.scores = WeightScores(exactness)
-        self.on_withdrawal: Callable[[], None] = lambda: None  # see `refuse_waiting`
+        self.was_withdrawn = False  # until `refuse_waiting` has ended what waits for withdrawn weights
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._unread: deque[tuple[int, str]] = deque(maxlen=MAX_UNREAD)  # accepted after those, before the wanted ones
         self._engines, self._before, self._kept = engines, before, kept
@@ -160,12 +160,12 @@ class Weights:
 
     def _withdraw(self) -> None:
         """Returns to the weights before the wanted ones, which no replica has ever held: they were accepted while no
-        replica was up. `on_withdrawal` then refuses what waits for them.
+        replica was up. What waits for them is refused before the core is given a replica, see `refuse_waiting`.
         """
         self.digests.pop(self.version, None)
         self.problem = f"weights {self.version} are withdrawn: {self.problem}"
         self.version, self.source = self._unread.pop() if self._unread else self._confirmed
-        self.on_withdrawal()
+        self.was_withdrawn = True
         self._changed.set()
 
     def observe(self, reports: list[EngineStats]) -> None:

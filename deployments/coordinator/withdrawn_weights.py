@@ -1,6 +1,7 @@
 """Ends what waits for an update that is withdrawn, see `Weights`: it must not run under the weights before.
 
-Invariant: what is in flight never waits for a version above the service's. Called by `Rollouts`.
+Invariant: once it has run, what is in flight waits for no version above the service's. Called by `Rollouts` before the
+core is given a replica.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,11 @@ def refuse_waiting(
 ) -> None:
     """Gives the drivers of batches and samples that wait for withdrawn weights the reason, and cancels their samples.
 
-    `cancel`: cancels a batch's samples in the core.
+    `cancel`: cancels a batch's samples in the core. Does nothing if no weights were withdrawn since the last call.
     """
+    if not weights.was_withdrawn:
+        return
+    weights.was_withdrawn = False
     refusal = partial(weights.refusal, begun=True)
     for batch in batches.all():
         if batch.delivery is not None and (refused := refusal(batch.message)) is not None:

@@ -9,15 +9,19 @@ import ctypes
 import mmap
 import os
 import shutil
+import time
 from pathlib import Path
 
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.staging.safetensors_header import read_header
-from tailrace.deployments.staging.slots import SHARED_MEMORY, MemorySource, Slots, slot_of
+from tailrace.deployments.staging.slots import SHARED_MEMORY, AlreadyStaging, MemorySource, Slots, slot_of
 from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 
 PULL_S = 600.0
-"""Maximum seconds to wait for a keeper that puts, or for another replica of the node that pulls."""
+"""Maximum seconds to wait for a keeper that puts, and for another process of the node that writes its slots."""
+
+LOCK_LOOK_S = 0.05
+"""Seconds between two looks at the lock of a node's slots."""
 
 BUFFER_BYTES = 64 << 20
 """Buffer size of the client; tensors are read and written in place."""
@@ -57,15 +61,12 @@ def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
 
 def pull(source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHARED_MEMORY) -> Path:
     """Returns this node's slot with weights that this replica, or another one here, has pulled. Raises ValueError."""
-    import fcntl
-
     from tailrace.kvpool.pool import join_pool
     from tailrace.kvpool.status import PoolDown
 
     slots = Slots(source.service, root)
-    lock = os.open(slots.root / f"tailrace-{source.service}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = _locked(slots, source)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of two replicas pulls
         if (folder := slot_of(source, root)) is not None:
             return folder
         endpoint = join_pool(pool, app_name)
@@ -80,6 +81,19 @@ def pull(source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHA
         raise ValueError(f"weights {source}: they cannot be pulled from the pool: {one_line(error)}") from error
     finally:
         os.close(lock)
+
+
+def _locked(slots: Slots, source: MemorySource) -> int:
+    """Returns the lock of this node's slots, once no trainer and no other replica writes there. Raises ValueError."""
+    until_s = time.monotonic() + PULL_S
+    while True:
+        try:
+            return slots.lock()
+        except AlreadyStaging:
+            if time.monotonic() > until_s:
+                reason = f"another process has been writing to this node's slots for {PULL_S:.0f} s; end it"
+                raise ValueError(f"weights {source}: {reason}") from None
+        time.sleep(LOCK_LOOK_S)
 
 
 def _ask_keepers(source: MemorySource, pool: PoolConfig) -> None:

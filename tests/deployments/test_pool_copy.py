@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import os
 import re
 import shutil
 import stat
@@ -284,6 +285,17 @@ def test_of_two_replicas_of_a_node_one_pulls_at_a_time(store, here, there):
         assert pulling.is_alive() and store.opened == opened, "another one holds the lock"
     pulling.join(60.0)
     assert folders == [slot_of(source, here)]
+
+
+def test_a_node_whose_slots_another_process_never_leaves_is_refused(store, here, there, monkeypatch):
+    """A pull waited for ever, and its thread with it."""
+    source = published(store, there)
+    monkeypatch.setattr(pool_copy, "PULL_S", 0.2)
+    lock = Slots("app-0", here).lock()
+    with pytest.raises(ValueError, match=rf"^weights {source}: another process has been writing to this node's slots"):
+        pull(source, CONFIG, "app", here)
+    os.close(lock)
+    assert pull(source, CONFIG, "app", here) == slot_of(source, here)
 
 
 def test_the_first_keeper_that_has_them_puts_them_and_no_other_is_asked(store, here, there):

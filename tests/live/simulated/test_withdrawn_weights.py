@@ -61,13 +61,13 @@ def test_a_batch_goes_on_once_its_client_can_give_the_update_again(play):
         await update_that_is_torn(cluster, client)
         batch = asyncio.ensure_future(groups_of(client))
         rollouts = cluster.coordinator.rollouts
-        mend = rollouts.weights.on_withdrawal
+        withdraw = rollouts.weights._withdraw
 
         def withdrawn():
-            mend()
+            withdraw()
             cluster.disk.folders["w1"] = "one"
 
-        rollouts.weights.on_withdrawal = withdrawn
+        rollouts.weights._withdraw = withdrawn
         groups = await batch
         status = await client.status()
         assert (status.weights_version, status.weights_digest) == (1, "digest-of-one")
