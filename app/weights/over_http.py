@@ -7,7 +7,6 @@ Invariant: an update that is refused or breaks off leaves the service under its 
 `RolloutClient` for `AsyncWeights`, and for `MemoryTrainerEngine` over vLLM's `HTTPVLLMWeightSyncClient`.
 """
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,6 +36,8 @@ TIMEOUT_S = 900.0
 UPLOAD_BYTES = 8 << 20
 """Maximum bytes of an upload's body, also if the gateway takes larger ones: both ends hold it in memory."""
 
+RAW = {"content-type": "application/octet-stream"}
+
 CONNECTIONS = 8
 """Maximum pieces of a rank that are uploaded at a time, so that a far gateway's answers are not waited for in turn."""
 
@@ -58,7 +59,7 @@ class HttpWeights:
         parts = urlsplit(address)
         plain = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
         auth = (parts.username or "", unquote(parts.password)) if parts.password else None
-        self._http = httpx.Client(base_url=plain, auth=auth, timeout=TIMEOUT_S)
+        self._gateway = {"base_url": plain, "auth": auth, "timeout": TIMEOUT_S}
         self._sent = SentPieces() if deltas else None
 
     def status_blocking(self) -> ServedWeights:
@@ -110,8 +111,8 @@ class HttpWeights:
         listed = [(*one.piece.tensor, one.piece.start, one.piece.extent) for one in pieces]
         join = {**named, "score": list(score), "pieces": listed} | self._base()
         joined = self._call("POST", f"/weights/{version}/join", join)
-        upload = partial(self._upload, f"/weights/{version}/pieces", pieces, joined, named["rank"])
-        with ThreadPoolExecutor(CONNECTIONS, "upload") as uploads:
+        with httpx.Client(**self._gateway) as http, ThreadPoolExecutor(CONNECTIONS, "upload") as uploads:
+            upload = partial(self._upload, http, f"/weights/{version}/pieces", pieces, joined, named["rank"])
             for _ in uploads.map(upload, joined["upload"]):  # raises the first error, and begins no other piece
                 pass
         loaded = loaded_of(self._call("POST", f"/weights/{version}/loaded", {"rank": named["rank"]}))
@@ -119,14 +120,16 @@ class HttpWeights:
             self._sent.loaded = loaded.version, loaded.digest
         return loaded
 
-    def _upload(self, path: str, pieces: list[HeldPiece], joined: dict, rank: int, number: int) -> None:
+    def _upload(
+        self, http: httpx.Client, path: str, pieces: list[HeldPiece], joined: dict, rank: int, number: int
+    ) -> None:
         """Uploads one piece, in order."""
         piece, values = pieces[number]
         _, _, data = as_bytes(str(piece), values)
         query = {"rank": rank, "number": number, "checksum": checksum_of_piece(piece, data)}
         for body in self._bodies(piece, data, joined):
             place = {"begin": body.begin, "delta": body.is_delta}
-            self._send("POST", path, body.data, "application/octet-stream", query | place)
+            _ask(http, "POST", path, content=bytes(body.data), headers=RAW, params=query | place)
 
     def _base(self) -> dict:
         """Returns the field that names the base of deltas, if there is one. It is none any more: its copies change."""
@@ -149,19 +152,19 @@ class HttpWeights:
         """Returns the answer. Raises WeightsRejected or PermissionError with the service's reason, OSError if none
         answers.
         """
-        return self._send(method, path, None if body is None else json.dumps(body).encode(), "application/json")
+        with httpx.Client(**self._gateway) as http:
+            return _ask(http, method, path, json=body)
 
-    def _send(
-        self, method: str, path: str, data: bytes | memoryview | None, kind: str, query: dict | None = None
-    ) -> dict:
-        content = None if data is None else bytes(data)
-        try:
-            answer = self._http.request(method, path, content=content, headers={"content-type": kind}, params=query)
-        except httpx.TransportError as error:
-            raise OSError(f"{self._http.base_url}: {one_line(error)}") from error
-        if answer.status_code >= 500:
-            raise OSError(f"{self._http.base_url}: {path} is answered with status {answer.status_code}")
-        if answer.is_success:
-            return answer.json()
-        refused = error_of_status(answer.status_code)
-        raise (refused if refused is PermissionError else WeightsRejected)(answer.json()["error"]["message"])
+
+def _ask(http: httpx.Client, method: str, path: str, **request) -> dict:
+    """See `_call`. `request`: its body, and what httpx calls the rest."""
+    try:
+        answer = http.request(method, path, **request)
+    except httpx.TransportError as error:
+        raise OSError(f"{http.base_url}: {one_line(error)}") from error
+    if answer.is_success:
+        return answer.json()
+    if answer.status_code >= 500:
+        raise OSError(f"{http.base_url}: {path} is answered with status {answer.status_code}")
+    refused = error_of_status(answer.status_code)
+    raise (refused if refused is PermissionError else WeightsRejected)(answer.json()["error"]["message"])

@@ -1,7 +1,7 @@
 """The weights in a slot of this node, whose bytes are the base of deltas.
 
 Invariant: a slot is whole, and is not written to while its node's lock is held. Called by the gateway for ranks that
-upload, and by replicas that pull from another node.
+upload.
 """
 
 import mmap

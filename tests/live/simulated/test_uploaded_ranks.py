@@ -114,14 +114,14 @@ def site(tmp_path, monkeypatch):
 @pytest.fixture
 def bodies(monkeypatch) -> list[int]:
     """Bytes of each body of a piece, as they are sent; below zero for a delta's."""
-    found, send = [], HttpWeights._send
+    found, ask = [], over_http._ask
 
-    def sends(self, method, path, data, kind, query=None):
-        if kind == "application/octet-stream":
-            found.append(-len(data) if query["delta"] else len(data))
-        return send(self, method, path, data, kind, query)
+    def asks(http, method, path, **request):
+        if "content" in request:
+            found.append(-len(request["content"]) if request["params"]["delta"] else len(request["content"]))
+        return ask(http, method, path, **request)
 
-    monkeypatch.setattr(HttpWeights, "_send", sends)
+    monkeypatch.setattr(over_http, "_ask", asks)
     return found
 
 
@@ -224,13 +224,15 @@ def test_a_rank_that_does_not_come_or_cannot_stage_is_named_to_the_others(site):
     ],
 )
 def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reason):
-    send = HttpWeights._send
+    ask = over_http._ask
 
-    def sends(self, method, path, data, kind, query=None):
-        damaged = kind == "application/octet-stream" and (query["rank"], query["number"]) == (1, 0)
-        return send(self, method, path, damage(bytes(data)) if damaged else data, kind, query)
+    def asks(http, method, path, **request):
+        query = request.get("params", {})
+        if (query.get("rank"), query.get("number")) == (1, 0):
+            request["content"] = damage(request["content"])
+        return ask(http, method, path, **request)
 
-    monkeypatch.setattr(HttpWeights, "_send", sends)
+    monkeypatch.setattr(over_http, "_ask", asks)
     found = site.all_ranks(*both())
     assert all(isinstance(one, WeightsRejected) for one in found) and site.client.loads == []
     assert reason in str(found[1]) and "\n" not in str(found[1])
