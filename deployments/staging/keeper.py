@@ -1,7 +1,7 @@
 """The actor that keeps a node's slots: it ends them with their application, and puts them into the pool on request.
 
-One for each node where weights are staged, detached, as the trainer may end before the service. Invariant: no slot
-outlives its application. Created by the client; called by replicas of other nodes.
+One for each node that has slots, detached, as a trainer may end before the service. Invariant: no slot outlives its
+application. Created by clients that stage and by replicas that pull; called by replicas of other nodes.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def keep_slots(service: str, app_name: str) -> None:
 
 
 def keepers(service: str) -> list[ActorHandle]:
-    """Returns the keepers of a service, one for each node where weights were staged."""
+    """Returns the keepers of a service, one for each node where weights were staged or pulled."""
     named = ray.util.list_named_actors(all_namespaces=True)
     found = [each["name"] for each in named if each["namespace"] == NAMESPACE]
     return [ray.get_actor(name, NAMESPACE) for name in found if name.startswith(f"{NAME}{service}-")]

@@ -37,5 +37,6 @@ class WeightsMemory:
                 )
             from tailrace.deployments.staging.pool_copy import pull
 
+            self.own_slots()  # else what is pulled outlives the application
             folder = pull(source, self._pool, self._app_name)
         self._verifier.verify(folder, source)

@@ -271,11 +271,12 @@ def test_weights_are_fetched_from_the_pool_where_the_node_lacks_them_and_verifie
     source, pulled, seen = MemorySource("app-1", 7, "0" * 16), [], []
     pool_copy = ModuleType("tailrace.deployments.staging.pool_copy")
     pool_copy.pull = lambda *given: pulled.append(given) or tmp_path / "pulled"
+    monkeypatch.setattr(WeightsMemory, "own_slots", lambda self: pulled.append("they end with the application"))
     monkeypatch.setitem(sys.modules, pool_copy.__name__, pool_copy)
     monkeypatch.setattr(weights_memory, "slot_of", lambda source: tmp_path / "slot" if here else None)
     monkeypatch.setattr(weights_memory.Verifier, "verify", lambda self, *given: seen.append(given))
     WeightsMemory("the pool", "app").fetch(source)
-    assert pulled == ([] if here else [(source, "the pool", "app")])
+    assert pulled == ([] if here else ["they end with the application", (source, "the pool", "app")])
     assert seen == [(tmp_path / ("slot" if here else "pulled"), source)]
     alone = WeightsMemory(None, "app")
     if here:
