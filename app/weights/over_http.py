@@ -7,6 +7,7 @@ Invariant: an update that is refused or breaks off leaves the service under its 
 `RolloutClient` for `AsyncWeights`, and for `MemoryTrainerEngine` over vLLM's `HTTPVLLMWeightSyncClient`.
 """
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,6 +38,9 @@ UPLOAD_BYTES = 8 << 20
 """Maximum bytes of an upload's body, also if the gateway takes larger ones: both ends hold it in memory."""
 
 RAW = {"content-type": "application/octet-stream"}
+
+AGAIN_S = (1.0, 4.0, 15.0)
+"""Pauses before a piece is uploaded again, or the end is asked for again, if the connection breaks."""
 
 CONNECTIONS = 8
 """Maximum pieces of a rank that are uploaded at a time, so that a far gateway's answers are not waited for in turn."""
@@ -115,7 +119,8 @@ class HttpWeights:
             upload = partial(self._upload, http, f"/weights/{version}/pieces", pieces, joined, named["rank"])
             for _ in uploads.map(upload, joined["upload"]):  # raises the first error, and begins no other piece
                 pass
-        loaded = loaded_of(self._call("POST", f"/weights/{version}/loaded", {"rank": named["rank"]}))
+            answer = _insist(http, "POST", f"/weights/{version}/loaded", json={"rank": named["rank"]})
+        loaded = loaded_of(answer)
         if self._sent is not None:
             self._sent.loaded = loaded.version, loaded.digest
         return loaded
@@ -129,7 +134,7 @@ class HttpWeights:
         query = {"rank": rank, "number": number, "checksum": checksum_of_piece(piece, data)}
         for body in self._bodies(piece, data, joined):
             place = {"begin": body.begin, "delta": body.is_delta}
-            _ask(http, "POST", path, content=bytes(body.data), headers=RAW, params=query | place)
+            _insist(http, "POST", path, content=bytes(body.data), headers=RAW, params=query | place)
 
     def _base(self) -> dict:
         """Returns the field that names the base of deltas, if there is one. It is none any more: its copies change."""
@@ -149,11 +154,20 @@ class HttpWeights:
         return loaded_of(self._call("POST", "/update_weights", {"weight_dir": source, "version": version}))
 
     def _call(self, method: str, path: str, body: dict | None = None) -> dict:
-        """Returns the answer. Raises WeightsRejected or PermissionError with the service's reason, OSError if none
-        answers.
+        """Returns the answer. Raises WeightsRejected or PermissionError with the service's reason, ConnectionError if
+        none answers.
         """
         with httpx.Client(**self._gateway) as http:
             return _ask(http, method, path, json=body)
+
+
+def _insist(http: httpx.Client, *call, **request) -> dict:
+    """The same for a call that may be made again: a connection that breaks ends no version."""
+    for pause_s in AGAIN_S:
+        with suppress(ConnectionError):
+            return _ask(http, *call, **request)
+        time.sleep(pause_s)
+    return _ask(http, *call, **request)
 
 
 def _ask(http: httpx.Client, method: str, path: str, **request) -> dict:
@@ -161,10 +175,10 @@ def _ask(http: httpx.Client, method: str, path: str, **request) -> dict:
     try:
         answer = http.request(method, path, **request)
     except httpx.TransportError as error:
-        raise OSError(f"{http.base_url}: {one_line(error)}") from error
+        raise ConnectionError(f"{http.base_url}: {one_line(error)}") from error
     if answer.is_success:
         return answer.json()
     if answer.status_code >= 500:
-        raise OSError(f"{http.base_url}: {path} is answered with status {answer.status_code}")
+        raise ConnectionError(f"{http.base_url}: {path} is answered with status {answer.status_code}")
     refused = error_of_status(answer.status_code)
     raise (refused if refused is PermissionError else WeightsRejected)(answer.json()["error"]["message"])

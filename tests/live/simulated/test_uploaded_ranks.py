@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from base64 import b64encode
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -334,6 +335,26 @@ def test_a_delta_on_other_bytes_ends_its_version_alone(site, bodies, with_deltas
     assert [version for version, _, _ in site.client.loads] == [5]
     assert [one.version for one in with_deltas(7, rows(300, 5))] == [7, 7], "all bytes again"
     assert stored(site, 7) == whole(rows(300, 5))
+
+
+@pytest.mark.parametrize("breaks", [httpx.RemoteProtocolError, httpx.ConnectError])
+def test_a_connection_that_breaks_ends_no_version(site, monkeypatch, with_deltas, breaks):
+    """The answer is lost on its way, or the request."""
+    monkeypatch.setattr(over_http, "AGAIN_S", (0.0, 0.0))
+    request, calls = httpx.Client.request, Counter()
+
+    def lost(http, method, path, **given):
+        calls[call := f"{path} {given.get('params')} {given.get('json')}"] += 1
+        if "join" in path or calls[call] == 3:
+            return request(http, method, path, **given)
+        if breaks is httpx.RemoteProtocolError and "loaded" not in path:
+            request(http, method, path, **given)
+        raise breaks("broken")
+
+    monkeypatch.setattr(httpx.Client, "request", lost)
+    for version, changed in ((5, 0), (6, 7)):
+        assert [one.version for one in with_deltas(version, rows(40, changed))] == [version] * 2
+        assert stored(site, version) == whole(rows(40, changed))
 
 
 def test_what_is_no_delta_is_refused_in_one_line(site, with_deltas):
