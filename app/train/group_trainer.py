@@ -20,13 +20,14 @@ from tailrace.app.train.gradients.gradient import Gradient, OrderedSum
 from tailrace.app.train.gradients.gradient_order import GradientOrder
 from tailrace.app.train.gradients.gradient_workers import GradientWorkers, workers_for
 from tailrace.app.train.logprob_mismatch import LogprobMismatch
+from tailrace.app.train.route_replay import ANSWER, replayed_inputs, routes_of
 from tailrace.app.train.train_config import TrainerConfig
 from tailrace.app.train.trl_keys import LOSSES_OVER_ALL_TOKENS
 from tailrace.deployments.messages.rollout import GroupResult
 
 OF_ANSWERS = (
     "completion_ids", "completion_mask", "sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps",
-    "tool_mask",
+    "tool_mask", ANSWER,
 )  # fmt: skip
 """Inputs of the loss with a column for each token of an answer; all others except OF_ALL have a row for each sample."""
 
@@ -56,7 +57,8 @@ class GroupTrainer(GRPOTrainer):
         if (self._entropy_bonus_enabled or self.aux_loss_enabled) and self.loss_type in LOSSES_OVER_ALL_TOKENS:
             raise BadInput(
                 f"trl: loss_type {self.loss_type} divides by all tokens of a step, which are not known as it begins; "
-                "an entropy bonus or a router's loss would be divided too; use loss_type grpo or dr_grpo with them"
+                "an entropy bonus or a router's loss would be divided too; use loss_type grpo or dr_grpo with them, "
+                "or coefficients of 0 (router_aux_loss_coef, entropy_coef)"
             )
         self._feed, self._row_of, self._order_of = feed, row_of, order_of
         self._on_policy, self._settings = on_policy, settings
@@ -123,6 +125,7 @@ class GroupTrainer(GRPOTrainer):
         self.vllm_generation.group = self._running_step.group(place)
         row = self._row_of(self.state.global_step, place)
         inputs = self._generate_and_score_completions([dict(row) for _ in range(self.num_generations)])
+        inputs |= routes_of(self.vllm_generation.group, inputs)
         self._tokens += int(inputs["num_items_in_batch"])
         inputs["num_items_in_batch"] = torch.tensor(self._divisor, device=self.accelerator.device)
         if not self._on_policy:
@@ -157,15 +160,18 @@ class GroupTrainer(GRPOTrainer):
         return GradientWorkers(model, workers, settings.threads, settings.shares_cores, self._gradient_of)
 
     def _gradient_of(self, model, inputs: dict) -> Gradient:
-        """Runs one backward pass, on a thread of the workers."""
-        if self._has_no_gradient(inputs):
-            with torch.no_grad():  # for the metrics
-                loss = self.compute_loss(model, inputs)
-            tensors = [None for _ in trained(model)]
-        else:
-            # TRL's own `training_step` counts calls and prepares inputs; the one above it computes.
-            loss = super(GRPOTrainer, self).training_step(model, inputs)
-            tensors = take_gradients(model)
+        """Runs one backward pass, on a thread of the workers; a mixture of experts with those of the rollout, if its
+        engines keep them.
+        """
+        with replayed_inputs(model, inputs):
+            if self._has_no_gradient(inputs):
+                with torch.no_grad():  # for the metrics
+                    loss = self.compute_loss(model, inputs)
+                tensors = [None for _ in trained(model)]
+            else:
+                # TRL's own `training_step` counts calls and prepares inputs; the one above it computes.
+                loss = super(GRPOTrainer, self).training_step(model, inputs)
+                tensors = take_gradients(model)
         return Gradient(tensors, loss.detach(), self._of_pass.mismatch)
 
     def _has_no_gradient(self, inputs: dict) -> bool:
