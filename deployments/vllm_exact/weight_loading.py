@@ -115,6 +115,7 @@ def load_in_place(model_runner, folder: str) -> None:
     Raises ValueError, one line, if the files are gone; nothing has changed. Raises RuntimeError when it fails half-way;
     the model must then not be used any more.
     """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
     # It warns of layers with nothing to load: rotary embeddings, and an output layer tied to the input's.
@@ -127,6 +128,10 @@ def load_in_place(model_runner, folder: str) -> None:
             # An output layer that shares the input embedding's weight would keep the copy of the old one.
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
                 layer.quant_method.process_weights_after_loading(layer)
+            # Experts on a CPU are repacked in place, at the first load alone: later ones would be taken for repacked.
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if isinstance(experts := getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
+                experts.process_weights_after_loading(layer)
     except Exception as error:  # after any error the model is half loaded and the engine cannot continue
         raise RuntimeError(f"{called(folder)}: loading broke off half-way: {error!r}") from error
 

@@ -5,6 +5,7 @@ is the model's own router, by transformers. Each test is one way by which others
 """
 
 import asyncio
+import shutil
 import threading
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from tailrace.app.train.route_replay import OWN, padded_routes, replayed_routes
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
-from tailrace.deployments.messages.command import ResetCache
+from tailrace.deployments.messages.command import LoadWeights, ResetCache
 from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.results.routed_experts import RoutedExperts
@@ -190,6 +191,31 @@ def test_a_trainer_that_replays_them_is_nearer_to_the_rollout(engine, folder):
     assert mismatch(exact, results, other) > 10 * mismatch(exact, results, routes)
     rough = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert mismatch(rough, results, routes) < 0.8 * mismatch(rough, results, None)
+
+
+def test_experts_are_those_of_an_update(engine, folder, tmp_path):
+    """vLLM 0.32 repacks them at the first load alone: those of an update were multiplied as if they were repacked."""
+    from safetensors.torch import load_file, save_file
+
+    (before,) = run(engine, chunk())
+    engine.ask(LoadWeights(1, str(folder))).result(60)
+    (again,) = run(engine, chunk(weights_version=1))
+    assert again.token_ids.tolist() == before.token_ids.tolist()
+    np.testing.assert_array_equal(again.raw_logprobs, before.raw_logprobs)
+    np.testing.assert_array_equal(again.routed_experts, before.routed_experts)
+    changed = load_file(folder / "model.safetensors")
+    other = {name: value * 1.5 if ".experts." in name else value for name, value in changed.items()}
+    save_file(other, tmp_path / "model.safetensors", {"format": "pt"})
+    engine.ask(LoadWeights(2, str(tmp_path))).result(60)
+    (moved,) = run(engine, chunk(weights_version=2, forced=before.token_ids))
+    engine.ask(LoadWeights(0, str(folder))).result(60)
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert mismatch(model, [moved], None) > 0.01
+    for path in folder.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    assert mismatch(Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), [moved], None) < 1e-3
 
 
 @pytest.mark.parametrize("routes_from", [-1, 1.5, len(PROMPT) + 1, None])
