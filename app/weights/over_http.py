@@ -56,7 +56,7 @@ class ServedWeights(NamedTuple):
 class HttpWeights:
     """`address`: a gateway's address. If tokens are required, it holds a trainer's:
     `http://trainer:TOKEN@HOST:PORT`. `deltas`: `publish_blocking` keeps a copy of what this rank uploads, and sends
-    what has changed since: few percent of bfloat16 weights, for a link that is slower than a core compresses (1 GB/s).
+    what has changed since: few percent of bfloat16 weights, for a link slower than a core compresses (0.4 GB/s).
     """
 
     def __init__(self, address: str, *, deltas: bool = False):
