@@ -138,7 +138,7 @@ class EngineDrafts:
                 self._model.made(chunk_id, missed)
 
     def settle(self) -> None:
-        """Waits for the histories of open groups. Only for replays on a modelled clock, never in an engine."""
+        """Waits for the histories of open groups. Only for replays on a modelled clock and for checks of an engine."""
         self._groups.settle()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:

@@ -173,6 +173,7 @@ class BesidePrompts:
             if beside and name in self._engine.loop.stats().running:
                 self._add(beside)
             self._engine.turn()
+            self._engine.settle()
         while self._engine.stepper.busy:
             self._engine.turn()
         if isinstance(found[0], Exception):

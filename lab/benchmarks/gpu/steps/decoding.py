@@ -44,6 +44,7 @@ class OurDecoding:
         running = self._engine.stepper._running
         while len(running) < samples or not all(one.first_token_s for one in running.values()):
             self._engine.turn()
+        self._engine.settle()
 
     def _chunk(self, number: int):
         group = f"decoding-{self.begun}-{number // GROUP}"

@@ -178,6 +178,7 @@ class CheckedEngine:
             self.loop.submit(one, lambda result, one=one: found.__setitem__(one.chunk_id, result))
         while len(found) < len(chunks):
             self.turn()
+            self.settle()
         for each in found.values():
             if isinstance(each, Exception):
                 raise each
@@ -188,6 +189,13 @@ class CheckedEngine:
         self.loop.turn(0.0)
         if self.loop.problem:
             raise RuntimeError(self.loop.problem)
+
+    def settle(self) -> None:
+        """Waits until the answers given for the groups that run are indexed: another thread does that, and a busy
+        machine may run it after the steps that are to draft from them.
+        """
+        if self.stepper._drafts is not None:
+            self.stepper._drafts.settle()
 
     def obeyed(self, future: Future):
         """Turns until a command is done; returns its result."""
