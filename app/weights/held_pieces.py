@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from tailrace.app.weights.saved_pieces import saved_pieces
 from tailrace.deployments.messages.pieces import TensorForm, TensorPiece
 from tailrace.deployments.staging.safetensors_header import TYPES
 from tailrace.deployments.staging.stage import StageRefused, pairs_of
@@ -32,13 +33,14 @@ class HeldPiece(NamedTuple):
 
 
 def held_pieces(held: object) -> list[HeldPiece]:
-    """Returns the pieces that this rank holds. `held`: a model, a state dict, or (name, tensor) pairs.
+    """Returns the pieces that this rank holds. `held`: a model, a state dict, or (name, tensor) pairs. Those of a
+    transformers model have the names of its saved folder, see `saved_pieces`.
 
     Raises StageRefused, one line, for a tensor of no known type, with unreduced values, or of other dimensions than its
     whole.
     """
-    pieces = [_held(name, value) for name, value in named_tensors(held)]
-    return [one for one in pieces if one.piece.values or not prod(one.piece.tensor.shape)]
+    pieces = (_held(name, value) for name, value in named_tensors(held))
+    return [one for one in saved_pieces(held, pieces) if one.piece.values or not prod(one.piece.tensor.shape)]
 
 
 def named_tensors(held: object) -> Iterator[tuple[str, object]]:

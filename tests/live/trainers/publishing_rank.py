@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from waiting import until
 
 from tailrace.app.calls import publishing_rank
@@ -88,6 +90,14 @@ class Model(nn.Module):
         self.norm = nn.Parameter(torch.rand(6, dtype=torch.bfloat16))
 
 
+def mixture() -> nn.Module:
+    """Of five experts, which no number of ranks divides, joined into one parameter a layer."""
+    shape = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"head_dim": 6, "vocab_size": 20, "num_hidden_layers": 2}
+    shape |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+
+
 def sharded(model, mesh) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -107,6 +117,11 @@ def held_by(layout: str, rank: int, world: int):
     match layout:
         case "fsdp":
             return sharded(model, init_device_mesh("cpu", (world,)))
+        case "experts":
+            mesh, model = init_device_mesh("cpu", (world,)), mixture()
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            return fully_shard(model, mesh=mesh)
         case "tensor":
             return parallel(model, init_device_mesh("cpu", (world,)))
         case "hybrid":
@@ -136,7 +151,7 @@ def gathered(layout: str, held, rank: int, world: int) -> dict:
     found = {}
     for name, value in named_tensors(held):
         found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().contiguous()
-    return found
+    return revert_weight_conversion(held, found) if layout == "experts" else found
 
 
 @dataclass(frozen=True)
