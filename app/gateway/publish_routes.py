@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from tailrace.app.gateway.edge.fields import Listed, RequestBody
 from tailrace.app.gateway.service import GatewayService
-from tailrace.app.gateway.uploaded_ranks import Upload, UploadedRanks
+from tailrace.app.gateway.uploaded_ranks import UploadedRanks, uploads_of
 from tailrace.app.http.weights_answer import told
 from tailrace.deployments.coordinator.weights import MAX_VERSION
 from tailrace.deployments.messages.pieces import PublishPhase, RankPart, TensorForm, TensorPiece
@@ -88,13 +88,18 @@ def add_publishing(app: FastAPI, service: GatewayService, max_body_bytes: int) -
         version: Version,
         http: Request,
         rank: Annotated[int, Query(ge=0)],
-        number: Annotated[int, Query(ge=0)],
-        checksum: Annotated[str, Query(max_length=64, description="of the whole piece, by the rank")],
-        begin: Annotated[int, Query(ge=0, description="place in the piece of the body's first byte")] = 0,
-        delta: Annotated[bool, Query(description="the body is a zstd frame of the XOR with the base's bytes")] = False,
+        number: Annotated[list[Annotated[int, Field(ge=0)]], Query(description="of each part's piece")],
+        checksum: Annotated[list[Annotated[str, Field(max_length=64)]], Query(description="by the rank")],
+        begin: Annotated[list[int] | None, Query(description="place in the piece of the part's first byte")] = None,
+        delta: Annotated[list[bool] | None, Query(description="a zstd frame of the XOR with the base's bytes")] = None,
+        size: Annotated[list[int] | None, Query(description="bytes of each part, if there are more than one")] = None,
     ):
-        """Write the body to its place in one piece, whose bytes come in order."""
-        await ranks.upload(version, rank, Upload(number, begin, checksum, await http.body(), delta))
+        """Write the body's parts to their places in pieces, whose bytes come in order. A checksum is that of the whole
+        piece. The parts before one that is refused are written.
+        """
+        body = await http.body()
+        for one in uploads_of(memoryview(body), number, checksum, begin, delta, size):
+            await ranks.upload(version, rank, one)
         return {"written": number}
 
     @app.post("/weights/{version}/loaded")

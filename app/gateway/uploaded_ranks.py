@@ -9,6 +9,7 @@ ranks' limit. All ranks of a version use one gateway.
 import asyncio
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
@@ -17,8 +18,7 @@ from tailrace.deployments.messages.pieces import PieceEnd, PublishPhase, RankPar
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.staging.base_weights import BaseWeights
 from tailrace.deployments.staging.deltas import applied, bytes_given
-from tailrace.deployments.staging.piece_files import PieceFiles
-from tailrace.deployments.staging.safetensors_header import ITEM_BYTES
+from tailrace.deployments.staging.piece_files import PieceFiles, bytes_of
 from tailrace.deployments.staging.slots import Slots
 from tailrace.deployments.staging.stage import StageRefused, room_for
 
@@ -34,6 +34,27 @@ class Upload:
     checksum: str
     data: bytes | memoryview
     is_delta: bool = False
+
+
+def uploads_of(
+    body: memoryview,
+    numbers: list[int],
+    checksums: list[str],
+    begins: list[int] | None,
+    deltas: list[bool] | None,
+    sizes: list[int] | None,
+) -> list[Upload]:
+    """Returns the parts of a request. Raises StageRefused, one line, if they do not fit each other or the body."""
+    count = len(numbers)
+    begins, deltas = begins or [0] * count, deltas or [False] * count
+    sizes = [len(body)] if sizes is None and count == 1 else sizes or []
+    if any(len(each) != count for each in (checksums, begins, deltas, sizes)) or min(begins + sizes) < 0:
+        raise StageRefused(f"a request of {count} parts: give number, checksum, begin, delta and size of each")
+    if sum(sizes) != len(body):
+        raise StageRefused(f"the parts of a request have {sum(sizes):,} bytes, and its body has {len(body):,}")
+    ends = accumulate(sizes)
+    data = [body[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return list(map(Upload, numbers, begins, checksums, data, deltas))
 
 
 class UploadPlan(NamedTuple):
@@ -147,8 +168,7 @@ class UploadedRank(PublishingRank):
         return f"weights {self.version}: rank {self.rank}: piece {number}, {self.part.pieces[number]}"
 
     def _size(self, number: int) -> int:
-        piece = self.part.pieces[number]
-        return piece.values * ITEM_BYTES[piece.tensor.kind]
+        return bytes_of(self.part.pieces[number])
 
 
 class UploadedRanks:

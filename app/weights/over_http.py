@@ -21,12 +21,11 @@ from tailrace.app.calls.refused import WeightsRejected, error_of_status
 from tailrace.app.calls.staged_weights import StagedWeights, Tensors, staged_in
 from tailrace.app.http.weights_answer import loaded_of
 from tailrace.app.weights.held_pieces import HeldPiece, held_pieces
-from tailrace.app.weights.uploads import Body, SentPieces, whole_bodies
+from tailrace.app.weights.uploads import Part, SentPieces, packed, whole_bodies
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.pieces import TensorPiece
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.messages.scores import Score
-from tailrace.deployments.staging.piece_files import checksum_of_piece
+from tailrace.deployments.staging.piece_files import bytes_of, checksum_of_piece
 from tailrace.deployments.staging.slots import Slots
 from tailrace.deployments.staging.stage import StageRefused, as_bytes
 
@@ -40,10 +39,10 @@ UPLOAD_BYTES = 8 << 20
 RAW = {"content-type": "application/octet-stream"}
 
 AGAIN_S = (1.0, 4.0, 15.0)
-"""Pauses before a piece is uploaded again, or the end is asked for again, if the connection breaks."""
+"""Pauses before an upload is sent again, or the end is asked for again, if the connection breaks."""
 
 CONNECTIONS = 8
-"""Maximum pieces of a rank that are uploaded at a time, so that a far gateway's answers are not waited for in turn."""
+"""Maximum uploads of a rank at a time, so that a far gateway's answers are not waited for in turn."""
 
 
 class ServedWeights(NamedTuple):
@@ -115,9 +114,12 @@ class HttpWeights:
         listed = [(*one.piece.tensor, one.piece.start, one.piece.extent) for one in pieces]
         join = {**named, "score": list(score), "pieces": listed} | self._base()
         joined = self._call("POST", f"/weights/{version}/join", join)
+        size = min(UPLOAD_BYTES, joined["max_body_bytes"])
+        together = packed(joined["upload"], lambda number: bytes_of(pieces[number].piece), size)
         with httpx.Client(**self._gateway) as http, ThreadPoolExecutor(CONNECTIONS, "upload") as uploads:
-            upload = partial(self._upload, http, f"/weights/{version}/pieces", pieces, joined, named["rank"])
-            for _ in uploads.map(upload, joined["upload"]):  # raises the first error, and begins no other piece
+            parts = partial(self._parts, pieces, size, joined["deltas"])
+            upload = partial(_upload, http, f"/weights/{version}/pieces", named["rank"], size)
+            for _ in uploads.map(upload, map(parts, together)):  # raises the first error, and begins no other request
                 pass
             answer = _insist(http, "POST", f"/weights/{version}/loaded", json={"rank": named["rank"]})
         loaded = loaded_of(answer)
@@ -125,16 +127,15 @@ class HttpWeights:
             self._sent.loaded = loaded.version, loaded.digest
         return loaded
 
-    def _upload(
-        self, http: httpx.Client, path: str, pieces: list[HeldPiece], joined: dict, rank: int, number: int
-    ) -> None:
-        """Uploads one piece, in order."""
-        piece, values = pieces[number]
-        _, _, data = as_bytes(str(piece), values)
-        query = {"rank": rank, "number": number, "checksum": checksum_of_piece(piece, data)}
-        for body in self._bodies(piece, data, joined):
-            place = {"begin": body.begin, "delta": body.is_delta}
-            _insist(http, "POST", path, content=bytes(body.data), headers=RAW, params=query | place)
+    def _parts(self, pieces: list[HeldPiece], size: int, deltas: bool, numbers: list[int]) -> Iterator[Part]:
+        """Yields what is to be sent of these pieces, in order, in parts of at most `size` bytes."""
+        for number in numbers:
+            piece, values = pieces[number]
+            _, _, data = as_bytes(str(piece), values)
+            checksum = checksum_of_piece(piece, data)
+            sent = whole_bodies(data, size) if self._sent is None else self._sent.bodies(piece, data, size, deltas)
+            for body in sent:
+                yield Part(number, checksum, body)
 
     def _base(self) -> dict:
         """Returns the field that names the base of deltas, if there is one. It is none any more: its copies change."""
@@ -142,12 +143,6 @@ class HttpWeights:
             return {}
         base, self._sent.loaded = self._sent.loaded, None
         return {"base": base}
-
-    def _bodies(self, piece: TensorPiece, data: memoryview, joined: dict) -> Iterator[Body]:
-        size = min(UPLOAD_BYTES, joined["max_body_bytes"])
-        if self._sent is None:
-            return whole_bodies(data, size)
-        return self._sent.bodies(piece, data, size, joined["deltas"])
 
     def update_weights_blocking(self, version: int, source: str) -> WeightsLoaded:
         """Loads a folder that all nodes of the service see. Raises WeightsRejected; the former weights then stay."""
@@ -159,6 +154,13 @@ class HttpWeights:
         """
         with httpx.Client(**self._gateway) as http:
             return _ask(http, method, path, json=body)
+
+
+def _upload(http: httpx.Client, path: str, rank: int, size: int, parts: Iterator[Part]) -> None:
+    """Uploads parts in order, small ones together."""
+    for some in packed(parts, lambda part: len(part.body.data), size):
+        query = [("rank", rank), *(field for part in some for field in part.query())]
+        _insist(http, "POST", path, content=b"".join(part.body.data for part in some), headers=RAW, params=query)
 
 
 def _insist(http: httpx.Client, *call, **request) -> dict:

@@ -3,21 +3,56 @@
 Invariant: a base is what the service has loaded from this rank, to the byte. Called by `HttpWeights`.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from tailrace.deployments.messages.pieces import TensorPiece
 from tailrace.deployments.staging.deltas import WINDOW_BYTES, delta_of
 
+Item = TypeVar("Item")
+
+MOST_PARTS = 32
+"""Maximum number of parts in one request, whose address names each: about 2 KB, which proxies take."""
+
 
 class Body(NamedTuple):
-    """The body of one request: where in the piece its bytes begin, and whether they are a delta."""
+    """Bytes of a piece to send: where in the piece they begin, and whether they are a delta."""
 
     begin: int
     data: bytes | memoryview
     is_delta: bool
+
+
+class Part(NamedTuple):
+    """Bytes of one piece in a request. `number`: of the piece. `checksum`: of the whole piece."""
+
+    number: int
+    checksum: str
+    body: Body
+
+    def query(self) -> Iterator[tuple[str, object]]:
+        """Yields the fields of the request's address for this part."""
+        begin, data, is_delta = self.body
+        yield from {"number": self.number, "checksum": self.checksum, "begin": begin, "delta": is_delta}.items()
+        yield "size", len(data)
+
+
+def packed(items: Iterable[Item], size_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
+    """Yields items that go together, in order: at most so many bytes, if one item does not have more, and at most
+    MOST_PARTS. `size_of`: returns the bytes of an item.
+    """
+    together, total = [], 0
+    for item in items:
+        size = size_of(item)
+        if together and (total + size > most_bytes or len(together) == MOST_PARTS):
+            yield together
+            together, total = [], 0
+        together.append(item)
+        total += size
+    if together:
+        yield together
 
 
 def whole_bodies(data: memoryview, size: int, first: int = 0) -> Iterator[Body]:

@@ -42,6 +42,11 @@ def unlike_piece(staged: StagedPiece, whole: str, data: memoryview) -> bool:
     return staged.end.checksum != checksum_of_piece(piece, *(data[offset : offset + runs.size] for offset in runs))
 
 
+def bytes_of(piece: TensorPiece) -> int:
+    """Returns the number of a piece's bytes."""
+    return piece.values * ITEM_BYTES[piece.tensor.kind]
+
+
 def checksum_of_piece(piece: TensorPiece, *data: memoryview) -> str:
     """Returns the checksum of a piece's bytes, in one or more parts; a whole tensor's is that of `checksum`."""
     return checksum(str(piece), piece.tensor.kind, list(piece.extent), *data)

@@ -36,6 +36,8 @@ from tailrace.deployments.staging.stage import Stage, StageRefused
 
 WHOLE = {"a": np.arange(240, dtype=np.float32).reshape(40, 6), "b": np.arange(5, dtype=np.int8), "c": np.float32([[7]])}
 
+BYTES = sum(array.nbytes for array in WHOLE.values())
+
 MAX_BODY_BYTES = 333
 """What this gateway takes: the lists of pieces below, and a half of `a` in three bodies, cut within rows and values."""
 
@@ -113,17 +115,23 @@ def site(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def bodies(monkeypatch) -> list[int]:
-    """Bytes of each body of a piece, as they are sent; below zero for a delta's."""
+def bodies(monkeypatch) -> list[list[int]]:
+    """Bytes of each part of each body, as they are sent; below zero for a delta's."""
     found, ask = [], over_http._ask
 
     def asks(http, method, path, **request):
         if "content" in request:
-            found.append(-len(request["content"]) if request["params"]["delta"] else len(request["content"]))
+            sizes, deltas = ([value for key, value in request["params"] if key == name] for name in ("size", "delta"))
+            assert sum(sizes) == len(request["content"])
+            found.append([-size if delta else size for size, delta in zip(sizes, deltas, strict=True)])
         return ask(http, method, path, **request)
 
     monkeypatch.setattr(over_http, "_ask", asks)
     return found
+
+
+def parts(bodies: list[list[int]]) -> list[int]:
+    return [size for body in bodies for size in body]
 
 
 def digest_of_one_process(root) -> str:
@@ -155,7 +163,17 @@ def test_a_body_is_no_larger_than_the_gateway_and_the_client_s_own_limit_allow(
     assert [one.version for one in site.all_ranks(*both())] == [5, 5]
     ((_, source, _),) = site.client.loads
     assert memory_source(source).digest == digest_of_one_process(site.root)
-    assert max(bodies) == largest and sum(bodies) == sum(array.nbytes for array in WHOLE.values()), "each value once"
+    assert max(map(sum, bodies)) == largest and sum(parts(bodies)) == BYTES, "each value once"
+
+
+def test_small_pieces_go_together(site, bodies, monkeypatch):
+    monkeypatch.setattr(uploads, "MOST_PARTS", 2)
+    many = {f"t{number}": np.int8([number]) for number in range(5)}
+    (loaded,) = site.all_ranks((0, many, 5, {"world_size": 1}))
+    assert loaded.version == 5 and sorted(map(len, bodies)) == [1, 2, 2]
+    (folder,) = site.client.slots.held().values()
+    (path,) = folder.glob("*.safetensors")
+    assert {name: one.tolist() for name, one in load_file(path).items()} == {n: a.tolist() for n, a in many.items()}
 
 
 def test_a_list_of_pieces_that_the_gateway_does_not_take_ends_its_version_alone(site):
@@ -228,9 +246,12 @@ def test_a_damaged_piece_is_refused_in_one_line(site, monkeypatch, damage, reaso
     ask = over_http._ask
 
     def asks(http, method, path, **request):
-        query = request.get("params", {})
-        if (query.get("rank"), query.get("number")) == (1, 0):
-            request["content"] = damage(request["content"])
+        query = list(request.get("params", ()))
+        if query[:2] == [("rank", 1), ("number", 0)]:
+            size = query.index(("size", 240))
+            data, rest = request["content"][:240], request["content"][240:]
+            query[size] = "size", len(damage(data))
+            request |= {"content": damage(data) + rest, "params": query}
         return ask(http, method, path, **request)
 
     monkeypatch.setattr(over_http, "_ask", asks)
@@ -303,12 +324,12 @@ def test_what_has_changed_since_the_last_version_is_uploaded_alone(site, bodies,
     monkeypatch.setattr(uploads, "WINDOW_BYTES", 1000)
     size = 2000
     assert [one.version for one in with_deltas(5, rows(size))] == [5, 5]
-    assert min(bodies) > 0 and sum(bodies) >= size * 12, "nothing is a base yet"
+    assert min(parts(bodies)) > 0 and sum(parts(bodies)) >= size * 12, "nothing is a base yet"
     bodies.clear()
     changed = rows(size, changed=9)
     assert [one.version for one in with_deltas(6, changed)] == [6, 6]
-    deltas = [-one for one in bodies if one < 0]
-    assert len(deltas) == 2 * size * 6 // 1000 and sum(map(abs, bodies)) < size * 12 // 20
+    deltas = [-one for one in parts(bodies) if one < 0]
+    assert len(deltas) == 2 * size * 6 // 1000 and sum(map(abs, parts(bodies))) < size * 12 // 20
     assert stored(site, 6) == whole(changed) != whole(rows(size))
 
 
@@ -318,11 +339,11 @@ def test_a_refused_version_or_a_service_without_the_base_takes_all_bytes_again(s
     assert isinstance(late, WeightsRejected)
     bodies.clear()
     assert [one.version for one in with_deltas(7, rows(300, 5))] == [7, 7]
-    assert sum(one < 0 for one in bodies) == 1, "of the rank that did not take part in 6; its base is 5"
+    assert sum(one < 0 for one in parts(bodies)) == 1, "of the rank that did not take part in 6; its base is 5"
     site.client.slots.remove()
     bodies.clear()
     assert [one.version for one in with_deltas(8, rows(300, 6))] == [8, 8]
-    assert min(bodies) > 0 and stored(site, 8) == whole(rows(300, 6))
+    assert min(parts(bodies)) > 0 and stored(site, 8) == whole(rows(300, 6))
 
 
 def test_a_delta_on_other_bytes_ends_its_version_alone(site, bodies, with_deltas, monkeypatch):
@@ -399,9 +420,14 @@ def test_what_does_not_fit_is_refused_with_the_field(site):
     assert refused(ask + "0&delta=true", content=b"x") == f"{where}: deltas are not taken, as the answer to join says"
     early = f"{where}: bytes from 8 on have come, and those from 0 on have not"
     assert refused(ask + "0&begin=8", content=bytes(8)) == early
-    assert http.post(ask + "0", content=bytes(12)).json() == {"written": 0}
+    assert http.post(ask + "0", content=bytes(12)).json() == {"written": [0]}
     assert refused("/weights/5/loaded", json={"rank": 0}) == f"{where}, has 16 bytes, and 12 have come"
     assert refused(ask + "0&begin=12", content=bytes(5)) == f"{where}, has 16 bytes, and 17 have come"
     for begin in (12, 12, 0):  # a repeated one changes nothing
-        assert http.post(f"{ask}0&begin={begin}", content=bytes(4)).json() == {"written": 0}
+        assert http.post(f"{ask}0&begin={begin}", content=bytes(4)).json() == {"written": [0]}
+    two = "/weights/5/pieces?rank=0&number=0&number=0&checksum=x&checksum=x"
+    assert refused(two, content=b"") == "a request of 2 parts: give number, checksum, begin, delta and size of each"
+    odd = refused(two + "&size=3&size=4", content=bytes(8))
+    assert odd == "the parts of a request have 7 bytes, and its body has 8"
+    assert refused(two + "&size=-3&size=11", content=bytes(8)).startswith("a request of 2 parts")
     assert "is staged with other bytes" in refused("/weights/5/loaded", json={"rank": 0})

@@ -99,7 +99,7 @@ def mixture() -> nn.Module:
 
 
 def sharded(model, mesh) -> nn.Module:
-    for block in model.blocks:
+    for block in model.blocks if isinstance(model, Model) else model.model.layers:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -115,13 +115,8 @@ def held_by(layout: str, rank: int, world: int):
     torch.manual_seed(len(layout))
     model = Model()
     match layout:
-        case "fsdp":
-            return sharded(model, init_device_mesh("cpu", (world,)))
-        case "experts":
-            mesh, model = init_device_mesh("cpu", (world,)), mixture()
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            return fully_shard(model, mesh=mesh)
+        case "fsdp" | "experts":
+            return sharded(model if layout == "fsdp" else mixture(), init_device_mesh("cpu", (world,)))
         case "tensor":
             return parallel(model, init_device_mesh("cpu", (world,)))
         case "hybrid":

@@ -80,7 +80,9 @@ def digest_of(tensors: dict, root) -> str:
     return stage.seal().digest
 
 
-@pytest.mark.parametrize(("world", "layouts"), [(2, "fsdp,tensor,slices,experts"), (4, "fsdp,both,hybrid,columns,experts")])
+@pytest.mark.parametrize(
+    ("world", "layouts"), [(2, "fsdp,tensor,slices,experts"), (4, "fsdp,both,hybrid,columns,experts")]
+)
 def test_the_pieces_of_all_ranks_are_the_whole_to_the_bit(tmp_path, world, layouts):
     server = PublicationServer()
     said = RunningRanks(server, tmp_path, layouts, world).said()
