@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from tailrace.deployments.staging.checksums import checksum
+from tailrace.deployments.staging.held_experts import experts_of
 from tailrace.deployments.staging.stage import as_bytes
 
 ROWS = 256
@@ -24,6 +25,7 @@ class HeldWeights:
     def __init__(self, model: torch.nn.Module, shapes: Shapes):
         modules = model.named_modules()
         self._modules = {name: getattr(module, "base_layer", module) for name, module in modules}  # below LoRA's
+        self._experts = {name: one for path, module in self._modules.items() for name, one in experts_of(path, module)}
         self._shapes = shapes
         self._merged = {
             part: (whole, parts)
@@ -50,12 +52,18 @@ class HeldWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the saved names with the values held, on the host. Raises ValueError, one line."""
         for name, shape in sorted(self._shapes.items()):
-            module, kind, first = self.module_of(name)
-            values = values_of(module, kind)
-            found = values[first : first + shape[0]] if values.ndim else values
+            found = self._values(name, shape)
             if tuple(found.shape) != shape:
                 raise ValueError(f"tensor {name} is {tuple(found.shape)} in the running model, saved as {shape}")
             yield name, found.cpu().contiguous()
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        path, _, kind = name.rpartition(".")
+        if (expert := self._experts.get(f"{path}.")) is not None:
+            return expert.values(kind, shape)
+        module, kind, first = self.module_of(name)
+        values = values_of(module, kind)
+        return values[first : first + shape[0]] if values.ndim else values
 
     def checksums(self) -> dict[str, str]:
         """Returns checksums by name, see `checksums.checksum`; zeros count as positive."""

@@ -20,10 +20,11 @@ from tailrace.app.train.route_replay import OWN, padded_routes, replayed_routes
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
-from tailrace.deployments.messages.command import LoadWeights, ResetCache
+from tailrace.deployments.messages.command import LoadWeights, ReadWeights, ResetCache
 from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.results.routed_experts import RoutedExperts
+from tailrace.deployments.staging.held import checksum_of
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
@@ -203,7 +204,10 @@ def test_experts_are_those_of_an_update(engine, folder, tmp_path):
     assert again.token_ids.tolist() == before.token_ids.tolist()
     np.testing.assert_array_equal(again.raw_logprobs, before.raw_logprobs)
     np.testing.assert_array_equal(again.routed_experts, before.routed_experts)
+    held = engine.ask(ReadWeights()).result(60)
+    assert held.unlike == () and held.problem == ""
     changed = load_file(folder / "model.safetensors")
+    assert held.checksums == {name: checksum_of(name, value) for name, value in changed.items()}
     other = {name: value * 1.5 if ".experts." in name else value for name, value in changed.items()}
     save_file(other, tmp_path / "model.safetensors", {"format": "pt"})
     engine.ask(LoadWeights(2, str(tmp_path))).result(60)
