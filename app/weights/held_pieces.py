@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from tailrace.app.weights.saved import COMPILED, bare_model
 from tailrace.app.weights.saved_pieces import saved_pieces
 from tailrace.deployments.messages.pieces import TensorForm, TensorPiece
 from tailrace.deployments.staging.safetensors_header import TYPES
@@ -39,12 +40,15 @@ def held_pieces(held: object) -> list[HeldPiece]:
     Raises StageRefused, one line, for a tensor of no known type, with unreduced values, or of other dimensions than its
     whole.
     """
+    held = bare_model(held)
     pieces = (_held(name, value) for name, value in named_tensors(held))
     return [one for one in saved_pieces(held, pieces) if one.piece.values or not prod(one.piece.tensor.shape)]
 
 
 def named_tensors(held: object) -> Iterator[tuple[str, object]]:
-    """Yields names and tensors; of a model, tied weights once, under their first name."""
+    """Yields names and tensors; of a model, tied weights once, under their first name, without torch.compile's parts of
+    names.
+    """
     if not hasattr(held, "state_dict"):
         yield from pairs_of(held)
         return
@@ -52,7 +56,7 @@ def named_tensors(held: object) -> Iterator[tuple[str, object]]:
     for name, tensor in held.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, tensor
+            yield name.replace(COMPILED, ""), tensor
 
 
 def _held(name: str, value: object) -> HeldPiece:

@@ -6,12 +6,23 @@ your own trainers: those of TRL are read by `app.trl`.
 
 from collections.abc import Iterator
 
+COMPILED = "_orig_mod."
+"""What torch.compile adds to the names of a module's parameters."""
+
+
+def bare_model(held: object) -> object:
+    """Returns a model without what torch.compile and DistributedDataParallel put around it; anything else as it is."""
+    if type(held).__name__ in ("OptimizedModule", "DistributedDataParallel"):
+        return bare_model(held._orig_mod if hasattr(held, "_orig_mod") else held.module)
+    return held
+
 
 def saved_weights(model) -> Iterator[tuple[str, object]]:
     """Yields (name, torch tensor) for `client.send_weights`. An adapter is merged until the iterator ends or is closed.
 
     `model`: a `transformers.PreTrainedModel`, or a `peft.PeftModel` around one. Not for sharded parameters.
     """
+    model = bare_model(model)
     if hasattr(model, "merge_adapter"):
         model.merge_adapter()
         try:
@@ -40,4 +51,5 @@ def _saved(model, state: dict) -> Iterator[tuple[str, object]]:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+    state = {name.replace(COMPILED, ""): tensor for name, tensor in state.items()}
     yield from revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model)).items()

@@ -29,6 +29,19 @@ def test_a_model_s_tied_weights_count_once():
     assert sorted(one.piece.tensor.name for one in held_pieces(model)) == ["embed.weight", "scale"]
 
 
+def test_names_are_those_of_the_model_without_what_is_put_around_it(tmp_path):
+    import torch
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)))
+        model = torch.compile(torch.nn.parallel.DistributedDataParallel(layers))
+        names = sorted(one.piece.tensor.name for one in held_pieces(model))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert names == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

@@ -25,6 +25,15 @@ def test_weights_have_the_names_of_a_saved_folder(tmp_path, tied):
     assert_as_saved(sent, model, tmp_path)
 
 
+def test_a_compiled_model_s_names_are_its_own(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, hidden_size=32, num_attention_heads=2))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    sent = dict(saved_weights(torch.compile(model)))
+    assert sent.keys() == saved.keys() and all(sent[name].equal(saved[name]) for name in saved)
+
+
 def test_an_adapter_comes_merged_and_is_left_as_it_was(small_model, tmp_path):
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
