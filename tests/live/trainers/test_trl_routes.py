@@ -1,0 +1,132 @@
+"""An attached `trl.GRPOTrainer` replays the experts that the rollout chose, which here are not the model's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from live.trainers.stand_in_experts import OtherExperts
+from live.trainers.test_attach import logged, trainer_of, weights
+from live.trainers.test_processes import played
+from live.trainers.test_tools import Scripted, tool_trainer
+from live.trainers.watched_trainer import WatchedTrainer
+
+from tailrace import attach
+from tailrace.app.cluster import service as service_of
+from tailrace.app.config import DEFAULT_CONFIG, load_config, with_engine
+from tailrace.app.errors import BadInput
+from tailrace.app.trl.row_routes import RowRoutes
+
+PROCESS = Path(__file__).with_name("process_with_routes.py")
+OLD = "sampling/sampling_logp_difference/max"
+SHARE = "sampling/samples_with_routes"
+NEAR, FAR = 1e-3, 0.02
+"""Nats: the same experts in float32, and others."""
+
+IN_PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+"""TRL shuffles the samples of two prompts, and has two losses a step."""
+
+
+def trained(model, tmp_path, tells=True, **settings):
+    trainer = trainer_of(model, tmp_path, kind=WatchedTrainer, **({"max_steps": 1} | settings))
+    attach(trainer, OtherExperts(model, tells))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{}, IN_PARTS, {"num_iterations": 2, "learning_rate": 0.0, "max_steps": 2}])
+def test_both_passes_have_the_rollouts_logprobs(moe_model_dir, tmp_path, settings):
+    trainer = trained(moe_model_dir, tmp_path, **settings)
+    assert len(trainer.differences) == settings.get("gradient_accumulation_steps", settings.get("max_steps", 1))
+    assert trainer.greatest < NEAR and max(logged(trainer, OLD)) < NEAR
+    assert logged(trainer, SHARE) == [0.75], "one sample of each group has none, and the model's own logprobs"
+
+
+def test_without_routes_the_routers_choose_for_themselves(moe_model_dir, tmp_path):
+    trainer = trained(moe_model_dir, tmp_path, tells=False)
+    assert trainer.greatest > FAR and max(logged(trainer, OLD)) > FAR and not logged(trainer, SHARE)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_layers_that_are_computed_again_have_the_same_gradient(moe_model_dir, tmp_path, is_reentrant):
+    found = []
+    again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": is_reentrant}}
+    for settings in ({}, again):
+        trainer = trained(moe_model_dir, tmp_path / str(len(found)), optim="sgd", learning_rate=10.0, **settings)
+        assert trainer.greatest < NEAR
+        found.append(weights(trainer))
+    start = weights(trainer_of(moe_model_dir, tmp_path / "start"))
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in start)
+    router = "model.layers.0.mlp.gate.weight"
+    assert not torch.allclose(found[0][router], start[router], atol=1e-4), "its gates have a gradient"
+
+
+def test_evaluation_replays_too_and_a_reference_model_does_not(moe_model_dir, tmp_path):
+    trainer = trained(moe_model_dir, tmp_path, beta=0.1, learning_rate=0.0)
+    assert trainer.greatest < NEAR
+    (kl,) = logged(trainer, "kl")
+    assert kl > 1e-4, "of equal weights, by other experts"
+    trainer.differences.clear()
+    trainer.evaluate(trainer.train_dataset.select(range(2)))
+    assert trainer.greatest < NEAR
+    trainer.ref_model = None
+    with pytest.raises(BadInput, match="the reference model is the trained one without its adapter: set beta to 0"):
+        trainer.evaluate(trainer.train_dataset.select(range(2)))
+
+
+def test_hooks_end_with_their_pass(moe_model_dir, tmp_path):
+    trainer = trained(moe_model_dir, tmp_path)
+    assert not any(module._forward_hooks for module in trainer.model.modules() if "Router" in type(module).__name__)
+
+
+class RoutedTools(OtherExperts, Scripted):
+    """Scripted answers, all of them with routes."""
+
+    OWN = None
+
+
+def test_a_row_of_several_turns_has_the_routes_of_all(moe_model_dir, tmp_path):
+    called = []
+    trainer = tool_trainer(moe_model_dir, tmp_path, called, kind=WatchedTrainer)
+    attach(trainer, RoutedTools(moe_model_dir, tells=True))
+    trainer.train()
+    assert called == [(6, 7), (6, 7)]
+    assert trainer.greatest < NEAR and max(logged(trainer, OLD)) < NEAR and logged(trainer, SHARE) == [1]
+
+
+def test_each_process_replays_the_routes_of_its_rows(moe_model_dir, tmp_path):
+    ended = played(moe_model_dir, tmp_path, program=PROCESS)
+    assert [one.returncode for one in ended] == [0, 0], ended
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert (first["asked"], second["asked"]) == (1, 0)
+    assert max(first["losses"], second["losses"], *first["old"]) < NEAR
+
+
+def law_distance(trainer) -> float:
+    """The mean over tokens of TRL's estimate of KL between the rollout's law and the losses'."""
+    difference = torch.cat(trainer.differences)
+    return float((difference.exp() - 1 - difference).mean())
+
+
+@pytest.mark.long
+def test_replay_on_a_real_service_brings_a_trainer_in_bfloat16_to_the_rollouts_law(
+    moe_model_dir, tmp_path, monkeypatch, capsys
+):
+    engine = {"model": str(moe_model_dir), "kv_cache_gib": 0.25, "max_model_len": 512}
+    file = with_engine(load_config(DEFAULT_CONFIG), engine | {"vllm_args": {"enable_return_routed_experts": True}})
+    settings = IN_PARTS | {"bf16": True, "gradient_checkpointing": True, "max_completion_length": 64, "max_steps": 2}
+    with service_of(file, None) as client:
+        found = []
+        for name in ("with", "without"):
+            if name == "without":
+                monkeypatch.setattr(RowRoutes, "add", lambda *_: None)
+            trainer = trainer_of(
+                moe_model_dir, tmp_path / name, kind=WatchedTrainer, router_aux_loss_coef=0.0, **settings
+            )
+            attach(trainer, client)
+            trainer.train()
+            found.append((law_distance(trainer), *logged(trainer, OLD.replace("max", "mean"))))
+            assert logged(trainer, SHARE) == ([1, 1] if name == "with" else [])
+    with capsys.disabled():
+        print(f"\nKL and mean distances of two steps: {found[0]} with replay, {found[1]} without")
+    assert found[0][0] < found[1][0] / 3
