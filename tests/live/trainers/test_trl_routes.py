@@ -47,8 +47,9 @@ def test_without_routes_the_routers_choose_for_themselves(moe_model_dir, tmp_pat
     assert trainer.greatest > FAR and max(logged(trainer, OLD)) > FAR and not logged(trainer, SHARE)
 
 
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_layers_that_are_computed_again_have_the_same_gradient(moe_model_dir, tmp_path, is_reentrant):
+@pytest.mark.parametrize(("is_reentrant", "noise"), [(False, 0), (True, 5e-4)])
+def test_layers_that_are_computed_again_have_the_same_gradient(moe_model_dir, tmp_path, is_reentrant, noise):
+    """The other kind adds gradients in another order; the greatest change of a weight is 0.6."""
     found = []
     again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": is_reentrant}}
     for settings in ({}, again):
@@ -56,9 +57,9 @@ def test_layers_that_are_computed_again_have_the_same_gradient(moe_model_dir, tm
         assert trainer.greatest < NEAR
         found.append(weights(trainer))
     start = weights(trainer_of(moe_model_dir, tmp_path / "start"))
-    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in start)
+    assert all(torch.allclose(found[0][name], found[1][name], rtol=0, atol=noise) for name in start)
     router = "model.layers.0.mlp.gate.weight"
-    assert not torch.allclose(found[0][router], start[router], atol=1e-4), "its gates have a gradient"
+    assert not torch.allclose(found[0][router], start[router], atol=1e-3), "its gates have a gradient"
 
 
 def test_evaluation_replays_too_and_a_reference_model_does_not(moe_model_dir, tmp_path):
@@ -74,9 +75,11 @@ def test_evaluation_replays_too_and_a_reference_model_does_not(moe_model_dir, tm
         trainer.evaluate(trainer.train_dataset.select(range(2)))
 
 
-def test_hooks_end_with_their_pass(moe_model_dir, tmp_path):
-    trainer = trained(moe_model_dir, tmp_path)
-    assert not any(module._forward_hooks for module in trainer.model.modules() if "Router" in type(module).__name__)
+def test_replay_ends_with_its_step(moe_model_dir, tmp_path):
+    trainer, service = trained(moe_model_dir, tmp_path, learning_rate=0.0), OtherExperts(moe_model_dir, True)
+    ids = torch.tensor([[5, 300, 7, 41]])
+    with torch.no_grad():
+        assert torch.allclose(trainer.model(ids).logits, service.model(ids).logits, atol=1e-4)
 
 
 class RoutedTools(OtherExperts, Scripted):
