@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from live.trainers.stand_in_experts import OtherExperts
@@ -10,6 +11,7 @@ from live.trainers.test_attach import logged, trainer_of, weights
 from live.trainers.test_processes import played
 from live.trainers.test_tools import Scripted, tool_trainer
 from live.trainers.watched_trainer import WatchedTrainer
+from moe_model import chosen_experts
 
 from tailrace import attach
 from tailrace.app.cluster import service as service_of
@@ -111,25 +113,50 @@ def law_distance(trainer) -> float:
     return float((difference.exp() - 1 - difference).mean())
 
 
-@pytest.mark.long
-def test_replay_on_a_real_service_brings_a_trainer_in_bfloat16_to_the_rollouts_law(
-    moe_model_dir, tmp_path, monkeypatch, capsys
-):
+@pytest.fixture(scope="module")
+def client(moe_model_dir):
+    """A client of a real service whose engines keep routes."""
     engine = {"model": str(moe_model_dir), "kv_cache_gib": 0.25, "max_model_len": 512}
     file = with_engine(load_config(DEFAULT_CONFIG), engine | {"vllm_args": {"enable_return_routed_experts": True}})
-    settings = IN_PARTS | {"bf16": True, "gradient_checkpointing": True, "max_completion_length": 64, "max_steps": 2}
     with service_of(file, None) as client:
-        found = []
-        for name in ("with", "without"):
-            if name == "without":
-                monkeypatch.setattr(RowRoutes, "add", lambda *_: None)
-            trainer = trainer_of(
-                moe_model_dir, tmp_path / name, kind=WatchedTrainer, router_aux_loss_coef=0.0, **settings
-            )
-            attach(trainer, client)
-            trainer.train()
-            found.append((law_distance(trainer), *logged(trainer, OLD.replace("max", "mean"))))
-            assert logged(trainer, SHARE) == ([1, 1] if name == "with" else [])
+        yield client
+
+
+IN_BFLOAT16 = {"bf16": True, "gradient_checkpointing": True, "router_aux_loss_coef": 0.0, "learning_rate": 1e-3}
+
+
+@pytest.mark.long
+def test_replay_on_a_real_service_brings_a_trainer_in_bfloat16_to_the_rollouts_law(
+    client, moe_model_dir, tmp_path, monkeypatch, capsys
+):
+    found = []
+    for replays in (True, False):
+        if not replays:
+            monkeypatch.setattr(RowRoutes, "add", lambda *_: None)
+        settings = IN_PARTS | IN_BFLOAT16 | {"max_completion_length": 64, "max_steps": 2}
+        trainer = trainer_of(moe_model_dir, tmp_path / str(replays), kind=WatchedTrainer, **settings)
+        attach(trainer, client)
+        trainer.train()
+        assert logged(trainer, SHARE) == ([1, 1] if replays else [])
+        found.append((law_distance(trainer), *logged(trainer, OLD.replace("max", "mean"))))
     with capsys.disabled():
-        print(f"\nKL and mean distances of two steps: {found[0]} with replay, {found[1]} without")
-    assert found[0][0] < found[1][0] / 3
+        tokens = sum(map(len, trainer.differences))
+        print(f"\n{tokens} tokens: KL, mean distances of two steps {found[0]} with replay, {found[1]} without")
+    assert found[0][0] < found[1][0] / 10
+
+
+@pytest.mark.long
+def test_a_later_turn_on_a_real_service_has_the_routes_of_its_row(client, moe_model_dir, tmp_path):
+    trainer = trainer_of(moe_model_dir, tmp_path)
+    client.update_weights_blocking(client.status_blocking().weights_version + 1, str(moe_model_dir))
+    attach(trainer, client)
+    first, later = [5, 300, 7, 41], [9, 11, 13]
+    _, answers, _, _ = trainer.vllm_generation.generate([first] * 4, None, 4)
+    turns = [[*first, *answer, *later] for answer in answers[:2]]
+    trainer.max_completion_length *= 3
+    _, ends, _, _ = trainer.vllm_generation.generate(turns, None, 1)
+    rows = [answers[0] + later + ends[0], answers[1] + later + ends[1], answers[2]]
+    routes = trainer.vllm_generation._routes.take([first] * 3, rows)
+    for row, one in zip(rows, routes, strict=True):
+        wanted = chosen_experts(moe_model_dir, [*first, *row][:-1])
+        np.testing.assert_array_equal(np.sort(one.array, axis=-1), wanted)
