@@ -53,11 +53,14 @@ class RoutesInTrainer:
 
     def _generate_and_score_completions(self, upstream: Callable, inputs: list[dict]) -> dict:
         try:
-            output, routes = upstream(inputs), self._batch
+            output, routes = upstream(inputs), self._batch or ()
         finally:
             self._batch = None
         if not any(routes):
             return output
+        if len(output["prompt_ids"]) != len(routes):
+            name = type(self._trainer).__name__
+            raise BadInput(f"{name} trains on some of its samples alone; their routed experts cannot be told apart")
         mode = "train" if self._trainer.model.training else "eval"
         self._trainer._metrics[mode][SHARE].append(sum(map(bool, routes)) / len(routes))
         return output | {ROUTES: list(routes)}

@@ -84,6 +84,21 @@ def test_replay_ends_with_its_step(moe_model_dir, tmp_path):
         assert torch.allclose(trainer.model(ids).logits, service.model(ids).logits, atol=1e-4)
 
 
+class HalfTrainer(WatchedTrainer):
+    """Trains on every other sample."""
+
+    def _generate_and_score_completions(self, inputs):
+        whole = super()._generate_and_score_completions(inputs)
+        return {name: value[::2] if value.ndim else value for name, value in whole.items()}
+
+
+def test_a_trainer_that_leaves_samples_out_is_refused(moe_model_dir, tmp_path):
+    trainer = trainer_of(moe_model_dir, tmp_path, kind=HalfTrainer, max_steps=1)
+    attach(trainer, OtherExperts(moe_model_dir, tells=True))
+    with pytest.raises(BadInput, match="HalfTrainer trains on some of its samples alone"):
+        trainer.train()
+
+
 class RoutedTools(OtherExperts, Scripted):
     """Scripted answers, all of them with routes."""
 
