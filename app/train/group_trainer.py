@@ -20,7 +20,7 @@ from tailrace.app.train.gradients.gradient import Gradient, OrderedSum
 from tailrace.app.train.gradients.gradient_order import GradientOrder
 from tailrace.app.train.gradients.gradient_workers import GradientWorkers, workers_for
 from tailrace.app.train.logprob_mismatch import LogprobMismatch
-from tailrace.app.train.route_replay import ANSWER, replayed_inputs, routes_of
+from tailrace.app.train.route_columns import ANSWER, replayed_inputs, routes_of
 from tailrace.app.train.train_config import TrainerConfig
 from tailrace.app.train.trl_keys import LOSSES_OVER_ALL_TOKENS
 from tailrace.deployments.messages.rollout import GroupResult

@@ -18,6 +18,7 @@ from tailrace.app.trl.group_rewards import rewards_of
 from tailrace.app.trl.sampling import sampling_of
 from tailrace.app.trl.scored_group import ScoredGroup, as_message, step_of
 from tailrace.app.trl.step_rollout import check_answered
+from tailrace.app.trl.unused_routes import warn_of_routes
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -87,6 +88,7 @@ class GroupMaker:
         async with aclosing(self._client.rollout(batch)) as groups:
             (group,) = [group async for group in groups]
         check_answered(group)
+        warn_of_routes(sample.routed_experts for sample in group.samples)
         return group
 
     def _token_ids(self, prompt) -> list[int]:

@@ -20,6 +20,7 @@ from tailrace.app.http.trajectory_groups import EndedTrajectory, Play, Trajector
 from tailrace.app.trl.group_rewards import GroupRewards
 from tailrace.app.trl.sampling import sampling_of
 from tailrace.app.trl.scored_group import ScoredGroup, as_message, step_of
+from tailrace.app.trl.unused_routes import warn_of_routes
 from tailrace.deployments.messages.errors import one_line
 
 LOGGER = logging.getLogger("tailrace")
@@ -71,6 +72,7 @@ class GroupPlayer:
         totals = [math.nan if one.rows.reward is None else one.rows.reward for one in ended]
         rewards = GroupRewards((get_callable_name(self._play),), np.array([totals], dtype=float))
         samples, newest = [], []
+        warn_of_routes(row.routed_experts for one in ended for row in one.rows.rows)
         for one, advantage, metrics in zip(ended, rewards.advantages, rewards.metrics(), strict=True):
             for row in one.rows.rows:
                 if not any(row.mask):

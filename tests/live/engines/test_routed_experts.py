@@ -16,7 +16,7 @@ import torch
 from engine_answers import run
 from moe_model import CHOSEN, EXPERTS, LAYERS, chosen_experts, make_moe_model
 
-from tailrace.app.train.route_replay import OWN, padded_routes, replayed_routes
+from tailrace.app.trl.route_replay import OWN, padded_routes, replayed_routes
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key

@@ -22,6 +22,16 @@ def small_model(model_dir, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def moe_model_dir(model_dir, tmp_path_factory) -> Path:
+    """A mixture of experts with random weights and the demo model's tokenizer."""
+    from moe_model import make_moe_model
+
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    make_moe_model(folder, model_dir)
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _pinned(a_core_each):
     """Two processes of this folder's tests run side by side."""

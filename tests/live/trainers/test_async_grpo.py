@@ -20,7 +20,9 @@ from tailrace import AsyncRollouts, AsyncWeights
 from tailrace.app.cluster import service as service_of
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile
 from tailrace.app.errors import BadInput, Failed
+from tailrace.app.trl import unused_routes
 from tailrace.app.trl.group_rewards import rewards_of
+from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.policies.protocol.actions import SampleEnd
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -176,6 +178,23 @@ def test_a_failed_sample_ends_training_with_its_reason(small_model, tmp_path):
 def test_settings_that_would_not_be_honoured_are_refused(small_model, tmp_path, settings, fault):
     with pytest.raises(BadInput, match=fault):
         trainer_of(small_model, tmp_path, AsyncStandIn(small_model), **settings)
+
+
+class TellsRoutes(AsyncStandIn):
+    """Samples have routed experts."""
+
+    def _sample(self, batch, group, index):
+        drawn = super()._sample(batch, group, index)
+        rows = len(group.token_ids) + len(drawn.token_ids) - 1
+        return drawn.model_copy(update={"routed_experts": RoutedExperts(np.zeros((rows, 1, 1), np.uint8))})
+
+
+def test_routes_are_not_replayed_and_a_warning_says_so_once(small_model, tmp_path, caplog):
+    unused_routes._warn.cache_clear()
+    trainer_of(small_model, tmp_path, TellsRoutes(small_model)).train()
+    assert [one for one in caplog.messages if "AsyncGRPOTrainer does not replay" in one] == [
+        "AsyncGRPOTrainer does not replay the engines' routed experts: its routers choose for themselves"
+    ]
 
 
 @pytest.mark.long

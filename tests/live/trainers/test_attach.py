@@ -19,23 +19,21 @@ def digits(completions, **_):
     return [float(len(set(text))) for text in completions]
 
 
-def trainer_of(model, tmp_path, rewards=digits, rollout_func=None, **settings):
-    settings = {"max_steps": 3, "learning_rate": 1e-3, "loss_type": "grpo", "max_completion_length": TOKENS} | settings
+def trainer_of(model, tmp_path, rewards=digits, rollout_func=None, kind=GRPOTrainer, **settings):
+    usual = {"max_steps": 3, "learning_rate": 1e-3, "loss_type": "grpo", "max_completion_length": TOKENS}
+    usual |= {"per_device_train_batch_size": 2 * SAMPLES, "gradient_checkpointing": False, "bf16": False}
     arguments = GRPOConfig(
         output_dir=str(tmp_path / "trl"),
-        per_device_train_batch_size=2 * SAMPLES,
         num_generations=SAMPLES,
         use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         logging_steps=1,
         report_to="none",
         save_strategy="no",
         seed=7,
-        **settings,
+        **(usual | settings),
     )
     data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS * 4])
-    return GRPOTrainer(
+    return kind(
         str(model),
         reward_funcs=rewards,
         args=arguments,

@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("process_of_a_trainer.py")
 TESTS = Path(__file__).parents[2]
 
 
-def played(model: Path, out: Path, processes: int = 2) -> list[subprocess.CompletedProcess]:
+def played(model: Path, out: Path, processes: int = 2, program: Path = PROGRAM) -> list[subprocess.CompletedProcess]:
     """Runs a trainer's processes to their end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -23,7 +23,7 @@ def played(model: Path, out: Path, processes: int = 2) -> list[subprocess.Comple
     same["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     running = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(model), str(out)],
+            [sys.executable, str(program), str(model), str(out)],
             env=os.environ | same | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )

@@ -34,7 +34,9 @@ def called():
     return []
 
 
-def test_later_turns_are_called_after_their_sample_and_get_the_tokens_left(small_model, tmp_path, called):
+def tool_trainer(model, tmp_path, called, kind=GRPOTrainer):
+    """A trainer for one step of two prompts. `called`: gets the arguments of each call of its tool."""
+
     def product(a: int, b: int) -> int:
         """Multiplies two numbers.
 
@@ -48,7 +50,7 @@ def test_later_turns_are_called_after_their_sample_and_get_the_tokens_left(small
     def one_turn(completions, **_):
         return [float(len(completion) == 1) for completion in completions]
 
-    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = qwen2_5_chat_template
     arguments = GRPOConfig(
         output_dir=str(tmp_path / "trl"),
@@ -64,11 +66,15 @@ def test_later_turns_are_called_after_their_sample_and_get_the_tokens_left(small
         save_strategy="no",
     )
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{n} times 7?"}]} for n in range(4)])
-    trainer = GRPOTrainer(
-        str(small_model), reward_funcs=one_turn, args=arguments, train_dataset=data,
+    return kind(
+        str(model), reward_funcs=one_turn, args=arguments, train_dataset=data,
         processing_class=tokenizer, tools=[product],
     )  # fmt: skip
-    service = Scripted(small_model)
+
+
+def test_later_turns_are_called_after_their_sample_and_get_the_tokens_left(small_model, tmp_path, called):
+    trainer, service = tool_trainer(small_model, tmp_path, called), Scripted(small_model)
+    tokenizer = trainer.processing_class
     attach(trainer, service, tmp_path / "weights")
     trainer.train()
 
