@@ -65,6 +65,7 @@ class Stepper:
             "replica_id": replica_id,
             "max_running": config.max_running,
             "max_loras": self.adapters.slots,
+            "keeps_routes": config.keeps_routes,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
         self._performance, self._link, self._drafts = PerformanceEstimator(), None, None
