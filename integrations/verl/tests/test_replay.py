@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from tailrace_verl.replaying_engine import placed_routes
 from tailrace_verl.replica import TailraceReplica
 from test_routes import rows
+from test_training_step import keys, train, write_prompts
 from transformers import Qwen3MoeForCausalLM
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -65,3 +67,20 @@ def test_the_services_routes_reach_verls_batch(cluster, config, mixture):
         context = ids[mask]
         found = routes[mask].sort().values
         assert torch.equal(found[:-1], chosen_experts(mixture, context)[:-1]) and not found[-1].any()
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("cluster", ["mixture"], indirect=True)
+def test_verls_own_trainer_replays_the_services_routes(cluster, mixture, tmp_path):
+    """Its FSDP computes in bfloat16, the service in float32: without replay some tokens have other experts."""
+    address, differs = ray.get_runtime_context().gcs_address, {}
+    replay = ["actor_rollout_ref.model.external_lib=tailrace_verl.replaying_engine"]
+    for name, given in (("without", []), ("with", replay)):
+        (folder := tmp_path / name).mkdir()
+        write_prompts(folder)
+        given += [key for key in keys(mixture, folder, address, 1, 0) if "mixed_precision" not in key]
+        given += ["actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
+        steps, _ = train(folder, given)
+        assert all(float(row["actor/grad_norm"]) > 0 for row in steps)
+        differs[name] = [float(row["training/rollout_probs_diff_max"]) for row in steps]
+    assert 3 * max(differs["with"]) < min(differs["without"])

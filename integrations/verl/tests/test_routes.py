@@ -133,6 +133,13 @@ def test_engines_without_routes_are_refused_before_the_first_sample():
     assert asyncio.run(server().check()) == 0
 
 
+@pytest.mark.live
+@pytest.mark.parametrize("cluster", ["service"], indirect=True)
+def test_a_service_says_whether_its_engines_keep_routes(cluster):
+    with pytest.raises(ValueError, match=r"replica \S+ keeps no routed experts; give the service's engine vllm_args"):
+        asyncio.run(cluster(Settings(), Lengths(16, 32), 5, (), True).check())
+
+
 async def ask(one: StandInServer, index: int):
     return await one.generate([7, 8], dict(VERL), "id", group="u", index=index, of=2)
 
