@@ -183,7 +183,8 @@ def engine(monkeypatch) -> Engine:
 
 def made(redraw: bool = False, pool: bool = False) -> Stepper:
     draft = SimpleNamespace(method="off", draft_tokens=7, is_ours=False)
-    config = SimpleNamespace(close_call_tolerance=0.1, redraw_close_calls=redraw, model="m", max_running=8, draft=draft)
+    exact = {"close_call_tolerance": 0.1, "redraw_close_calls": redraw}
+    config = SimpleNamespace(model="m", max_running=8, draft=draft, keeps_routes=True, **exact)
     endpoint = SimpleNamespace(config=SimpleNamespace(save_deadline_s=1.0)) if pool else None
     return Stepper(config, "r1", 4, 0, endpoint)
 
