@@ -4,23 +4,32 @@ Invariant: one row for each token of the whole context, prompt and answer, but t
 verl keeps those of a trajectory's last turn alone. Called by the server.
 """
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
 from tailrace.deployments.messages.rollout import PromptGroup, SampleResult
-from tailrace.deployments.messages.status import ReplicaStatus
+from tailrace.deployments.messages.status import ServiceSnapshot
 from tailrace_verl.requests import Asked
 
 KEY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 KEEP = "give the service's engine vllm_args: {enable_return_routed_experts: true}"
+REPORT_S = 120.0
+"""How long a service that starts may take to its first replica's report. A sample without routes is an error, too."""
 
 
-def check_kept(replicas: Iterable[ReplicaStatus]) -> None:
-    """Raises ValueError, one line, if a replica that has reported keeps no routes."""
-    without = [one.replica_id for one in replicas if one.observed_s is not None and not one.keeps_routes]
-    if without:
-        raise ValueError(f"{KEY}: replica {without[0]} keeps no routed experts; {KEEP}")
+async def check_kept(status: Callable[[], Awaitable[ServiceSnapshot]]) -> None:
+    """Raises ValueError, one line, if a replica that has reported keeps no routes. `status`: of the service."""
+    until_s = time.monotonic() + REPORT_S
+    while not (reported := [one for one in (await status()).replicas if one.observed_s is not None]):
+        if time.monotonic() > until_s:
+            return
+        await asyncio.sleep(1)
+    for one in reported:
+        if not one.keeps_routes:
+            raise ValueError(f"{KEY}: replica {one.replica_id} keeps no routed experts; {KEEP}")
 
 
 def routes(asked: Asked, sample: SampleResult) -> np.ndarray | None:

@@ -58,10 +58,10 @@ class TailraceServer:
         """The service answers. Returns its weights version. Raises ValueError, one line, if verl replays routes and
         an engine keeps none.
         """
-        status = await (await self.connected()).status()
+        client = await self.connected()
         if self._replays:
-            check_kept(status.replicas)
-        return status.weights_version
+            await check_kept(client.status)
+        return (await client.status()).weights_version
 
     async def generate(
         self,

@@ -1,6 +1,7 @@
 """Routed experts of samples in verl's batches: position by position, over one turn and several."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import ray
 import torch
 from stand_in import StandInServer, routes_of
 from tailrace_verl.requests import Lengths
+from tailrace_verl.routes import check_kept
 from tailrace_verl.settings import Settings
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
@@ -131,6 +133,21 @@ def test_engines_without_routes_are_refused_before_the_first_sample():
         asyncio.run(server(keeps=False).check())
     assert len(str(error.value).splitlines()) == 1
     assert asyncio.run(server().check()) == 0
+
+
+def test_a_service_that_starts_is_asked_until_a_replica_has_reported():
+    reports = [(), (replica(None),), (replica(0.5), replica(None))]
+
+    async def status():
+        return SimpleNamespace(replicas=reports.pop(0))
+
+    with pytest.raises(ValueError, match="replica one keeps no"):
+        asyncio.run(check_kept(status))
+    assert not reports
+
+
+def replica(observed_s: float | None) -> SimpleNamespace:
+    return SimpleNamespace(replica_id="one", observed_s=observed_s, keeps_routes=False)
 
 
 @pytest.mark.live
