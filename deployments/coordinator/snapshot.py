@@ -97,6 +97,7 @@ def _reported(report: EngineStats, observed_s: float) -> tuple:
     return (
         observed_s, report.preemptions, report.work, report.performance, report.cores, report.dtype, report.ranks,
         report.weight_transfer, report.max_loras, report.step_counts, report.weights_pause_s,
+        report.keeps_routes,
     )  # fmt: skip
 
 

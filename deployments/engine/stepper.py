@@ -61,12 +61,10 @@ class Stepper:
         if self._requests.eos_token_id is None:
             raise ValueError(f"model {config.model}: its tokenizer names no end-of-sequence token")
         self._constant = {
-            **self._requests.limits(),
-            "replica_id": replica_id,
-            "max_running": config.max_running,
-            "max_loras": self.adapters.slots,
+            **self._requests.limits(), "replica_id": replica_id, "max_running": config.max_running,
+            "max_loras": self.adapters.slots, "keeps_routes": config.keeps_routes,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
-        }
+        }  # fmt: skip
         self._performance, self._link, self._drafts = PerformanceEstimator(), None, None
         if config.draft.is_ours:
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.

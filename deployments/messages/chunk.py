@@ -154,6 +154,7 @@ class EngineStats:
     step_counts: tuple[int, ...] = ()  # steps by duration: one count for each of STEP_BOUNDS_S, and one above
     max_loras: int = 0  # adapters that its engine computes in a step; 0: it takes none
     adapters: tuple[Adapter, ...] = ()  # the last one of each name that it knows, loaded or not
+    keeps_routes: bool = False  # results have the routed experts of their tokens
 
 
 @dataclass(frozen=True, slots=True)

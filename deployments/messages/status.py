@@ -41,6 +41,7 @@ class ReplicaStatus(NamedTuple):
     max_loras: int = 0
     step_counts: tuple[int, ...] = ()
     weights_pause_s: float = 0.0
+    keeps_routes: bool = False
 
     @property
     def state(self) -> str:

@@ -25,7 +25,7 @@ from tailrace.policies.protocol.performance import Performance
 
 REPORTED = (
     "preemptions", "work", "performance", "cores", "dtype", "ranks", "weight_transfer", "max_loras", "step_counts",
-    "weights_pause_s",
+    "weights_pause_s", "keeps_routes",
 )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_a_replica_s_status_joins_the_core_s_books_and_its_report():
         replica_id="a", weights_version=0, block_tokens=16, kv_capacity_blocks=8, max_running=4, max_model_len=512,
         draft_tokens=0, observed_at=0.0, preemptions=3, work={"tokens": 5}, performance=performance(), node_id="n",
         cores=(1, 2), dtype="bfloat16", ranks=2, weight_transfer="nccl", max_loras=6, step_counts=(7,),
-        weights_pause_s=8.5,
+        weights_pause_s=8.5, keeps_routes=True,
     )  # fmt: skip
     core, registry = core_of(chunk_tokens=16, a=8, b=8), ReplicaRegistry()
     registry.reports["a"], registry.observed_at["a"] = report, 10.0

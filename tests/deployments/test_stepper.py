@@ -183,7 +183,8 @@ def engine(monkeypatch) -> Engine:
 
 def made(redraw: bool = False, pool: bool = False) -> Stepper:
     draft = SimpleNamespace(method="off", draft_tokens=7, is_ours=False)
-    config = SimpleNamespace(close_call_tolerance=0.1, redraw_close_calls=redraw, model="m", max_running=8, draft=draft)
+    exact = {"close_call_tolerance": 0.1, "redraw_close_calls": redraw}
+    config = SimpleNamespace(model="m", max_running=8, draft=draft, keeps_routes=True, **exact)
     endpoint = SimpleNamespace(config=SimpleNamespace(save_deadline_s=1.0)) if pool else None
     return Stepper(config, "r1", 4, 0, endpoint)
 
@@ -210,7 +211,7 @@ def test_an_engine_starts_warm_with_an_empty_cache_and_refuses_a_model_without_a
     assert engine.calls[-2:] == [("warm_up", 8, 0), ("reset",)] and not one.busy
     stats = one.stats()
     assert (stats.replica_id, stats.weights_version, stats.max_running, stats.draft_tokens) == ("r1", 4, 8, 0)
-    assert (stats.steps, stats.observed_at, stats.running, stats.methods) == (0, 5.0, {}, ())
+    assert (stats.steps, stats.observed_at, stats.running, stats.methods, stats.keeps_routes) == (0, 5.0, {}, (), True)
     one._performance.report = lambda now_s, at_s: (now_s > 100.0, at_s)
     one.adapters._known = {"poet": "adapter"}
     assert one.stats().performance == (True, 5.0) and one.stats().adapters == ("adapter",)

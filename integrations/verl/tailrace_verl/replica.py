@@ -43,7 +43,9 @@ class TailraceReplica(RolloutReplica):
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """One server for all replicas of a run: requests of a group must meet. Fails if no service answers."""
+        """One server for all replicas of a run: requests of a group must meet. Fails if no service answers, or if verl
+        replays routes and an engine keeps none.
+        """
         server = ray.remote(self.server_class).options(
             name=SERVER,
             get_if_exists=True,
@@ -51,7 +53,8 @@ class TailraceReplica(RolloutReplica):
             max_concurrency=max(self.max_concurrency, self._settings.max_concurrency),
         )
         lengths = Lengths(self.config.prompt_length, self.config.response_length)
-        handle = server.remote(self._settings, lengths, self.config.seed, unsaved_tensors(self.model_config.path))
+        unsaved, replays = unsaved_tensors(self.model_config.path), self.config.enable_rollout_routing_replay
+        handle = server.remote(self._settings, lengths, self.config.seed, unsaved, replays)
         await handle.check.remote()
         self.servers, self._server_handle = [handle], handle
         self._server_address = f"tailrace:{self.replica_rank}"  # a name for verl's router; nothing listens there

@@ -3,6 +3,7 @@
 Invariant: one log probability per token, or none at all. Called by the server.
 """
 
+import numpy as np
 from verl.workers.rollout.replica import TokenOutput
 
 from tailrace.deployments.messages.rollout import SampleResult
@@ -14,17 +15,26 @@ class SampleFailed(RuntimeError):
     """The service could not finish the sample. The text is one line."""
 
 
-def reply(sample: SampleResult, steps: GlobalSteps, logprobs: bool, keyed_by: str) -> TokenOutput:
-    """`logprobs`: wanted; they are under the sampling distribution, verl's `processed_logprobs`.
-
-    `global_steps` is the step of the newest weights in the sample. Raises SampleFailed.
-    """
+def ended(sample: SampleResult) -> SampleResult:
+    """The sample itself. Raises SampleFailed."""
     if sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH):
         raise SampleFailed(f"sample ended as {sample.finish_reason.value}: {sample.error or 'no reason given'}")
+    return sample
+
+
+def reply(
+    sample: SampleResult, steps: GlobalSteps, logprobs: bool, keyed_by: str, routes: np.ndarray | None = None
+) -> TokenOutput:
+    """`logprobs`: wanted; they are under the sampling distribution, verl's `processed_logprobs`. `routes`: see
+    `tailrace_verl.routes`.
+
+    `global_steps` is the step of the newest weights in the sample.
+    """
     made_under = [steps.of(segment.weights_version) for segment in sample.segments] or [0]
     return TokenOutput(
         token_ids=list(sample.token_ids),
         log_probs=list(sample.logprobs) if logprobs else None,
+        routed_experts=routes,
         stop_reason="completed",
         num_preempted=0,
         extra_fields={

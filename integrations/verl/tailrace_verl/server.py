@@ -8,14 +8,17 @@ the service keeps requests in flight over an update of the weights, and manages 
 import asyncio
 from typing import Any
 
+import numpy as np
+
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import connect
-from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult
 from tailrace.weights import next_version
 from tailrace_verl.global_steps import GlobalSteps
 from tailrace_verl.joined_groups import JoinedGroups
-from tailrace_verl.replies import reply
-from tailrace_verl.requests import Lengths, asked
+from tailrace_verl.replies import ended, reply
+from tailrace_verl.requests import Asked, Lengths, asked
+from tailrace_verl.routes import KEEP, KEY, check_kept, context_of, routes
 from tailrace_verl.settings import Settings
 from tailrace_verl.weights_update import WeightsUpdate
 
@@ -23,10 +26,19 @@ TEXT_ONLY = "not supported: prompts are token ids alone; remove it"
 
 
 class TailraceServer:
-    """`seed`: of the run, verl's `rollout.seed`. `unsaved`: see WeightsUpdate. Make it where an event loop runs."""
+    """`seed`: of the run, verl's `rollout.seed`. `unsaved`: see WeightsUpdate. `replays`: answers have the routed
+    experts, verl's `rollout.enable_rollout_routing_replay`. Make it where an event loop runs.
+    """
 
-    def __init__(self, settings: Settings, lengths: Lengths, seed: int, unsaved: tuple[str, ...] = ()):
-        self._settings, self._lengths, self._unsaved = settings, lengths, unsaved
+    def __init__(
+        self,
+        settings: Settings,
+        lengths: Lengths,
+        seed: int,
+        unsaved: tuple[str, ...] = (),
+        replays: bool = False,
+    ):
+        self._settings, self._lengths, self._unsaved, self._replays = settings, lengths, unsaved, replays
         self._groups = JoinedGroups(self._roll_out, seed)
         self._steps = GlobalSteps()
         self._client: RolloutClient | None = None
@@ -43,8 +55,13 @@ class TailraceServer:
         return connect(self._settings.address, self._settings.app_name)
 
     async def check(self) -> int:
-        """The service answers. Returns its weights version."""
-        return (await (await self.connected()).status()).weights_version
+        """The service answers. Returns its weights version. Raises ValueError, one line, if verl replays routes and
+        an engine keeps none.
+        """
+        client = await self.connected()
+        if self._replays:
+            await check_kept(client.status)
+        return (await client.status()).weights_version
 
     async def generate(
         self,
@@ -66,8 +83,21 @@ class TailraceServer:
             if given:
                 raise ValueError(f"{name}: {TEXT_ONLY}")
         wanted = asked(prompt_ids, sampling_params, request_id, self._lengths, group, index, of, step)
-        sample = await self._groups.sample(wanted, priority)
-        return reply(sample, self._steps, bool(sampling_params.get("logprobs")), wanted.keyed_by)
+        sample = ended(await self._groups.sample(wanted, priority))
+        found = await self._routes(wanted, sample, priority) if self._replays else None
+        return reply(sample, self._steps, bool(sampling_params.get("logprobs")), wanted.keyed_by, found)
+
+    async def _routes(self, wanted: Asked, sample: SampleResult, priority: int) -> np.ndarray:
+        """See `routes`. A sample from the token log, which keeps none, has them computed again, under the present
+        weights. Raises ValueError, one line, if there are none then.
+        """
+        found = routes(wanted, sample)
+        if found is None:
+            wanted = context_of(wanted, sample)
+            found = routes(wanted, ended(await self._groups.sample(wanted, priority)))
+        if found is None:
+            raise ValueError(f"{KEY}: a sample has no routed experts; {KEEP}")
+        return found
 
     async def _roll_out(self, batch: RolloutBatch) -> GroupResult:
         client = await self.connected()

@@ -20,6 +20,9 @@ os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of verl's actors, for t
 ROOT = Path(__file__).resolve().parents[3]
 MAIN = ROOT / ".venv/bin/python"
 WORDS = 500
+SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE |= {"vocab_size": WORDS, "max_position_embeddings": 4096, "eos_token_id": 2}
+ROUTES = {"enable_return_routed_experts": True}
 TEMPLATE = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 
 
@@ -34,22 +37,44 @@ def token():
 def model(tmp_path_factory) -> Path:
     """Folder of a model of two layers with random weights and a tokenizer of 500 words."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **SHAPE)).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory) -> Path:
+    """Folder of a mixture of experts, with the same tokenizer. The middle one of its layers has none."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [1]}
+    torch.manual_seed(0)
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=3, head_dim=64, **experts, **SHAPE))
+    for name, weight in made.named_parameters():
+        if ".mlp.experts." in name:  # else the answer hardly depends on the choice
+            torch.nn.init.normal_(weight, std=0.3)
+    made.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<a>": 3} | {f"w{i}": i for i in range(4, WORDS)}
     raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.pre_tokenizer = pre_tokenizers.Split(" ", "removed")  # verl wants a token for the end of a line of a Qwen model
     special = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "</s>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
     tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    shape |= {"vocab_size": WORDS, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return tokenizer
 
 
 def free_port() -> int:
@@ -60,7 +85,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session", params=["stand_in", pytest.param("service", marks=pytest.mark.live)])
 def cluster(request, model, tmp_path_factory):
-    """Connects this process; yields the class of the server."""
+    """Connects this process; yields the class of the server. `mixture`: a service whose engines keep routes."""
     import ray
     from stand_in import SLOTS, StandInServer
     from tailrace_verl.server import TailraceServer
@@ -73,7 +98,10 @@ def cluster(request, model, tmp_path_factory):
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     else:
         port = free_port()
-        started = _serve(model, port, tmp_path_factory.mktemp("served"))
+        engine = {"model": str(model)}
+        if request.param == "mixture":
+            engine = {"model": str(request.getfixturevalue("mixture")), "vllm_args": ROUTES}
+        started = _serve(engine, port, tmp_path_factory.mktemp("served"))
         ray.init(address=f"127.0.0.1:{port}", runtime_env=environment, log_to_driver=False)
     slots = Slots(service_name("tailrace", ray.get_runtime_context().gcs_address))
     try:
@@ -87,12 +115,12 @@ def cluster(request, model, tmp_path_factory):
             assert not list(slots.root.glob(f"tailrace-{slots.service}*")), "memory of weights is left"
 
 
-def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
+def _serve(engine: dict, port: int, folder: Path) -> subprocess.Popen:
     import yaml
 
     file = yaml.safe_load((ROOT / "serve.yaml").read_text())
     (application,) = file["applications"]
-    application["args"]["engine"]["model"] = str(model)
+    application["args"]["engine"] |= engine
     application["args"]["replicas"] = 1
     config = folder / "serve.yaml"
     config.write_text(yaml.safe_dump(file))

@@ -6,7 +6,7 @@ import random
 import pytest
 from stand_in import StandInServer
 from tailrace_verl.global_steps import GlobalSteps
-from tailrace_verl.replies import SampleFailed, reply
+from tailrace_verl.replies import SampleFailed, ended, reply
 from tailrace_verl.requests import Lengths
 from tailrace_verl.settings import Settings
 
@@ -106,4 +106,4 @@ def test_a_reply_has_the_steps_of_its_first_and_last_weights():
 
 def test_a_failed_sample_is_an_error_in_one_line():
     with pytest.raises(SampleFailed, match="sample ended as failed: the engine stopped"):
-        reply(sample(SampleEnd.FAILED, 4), GlobalSteps(), True, "group")
+        ended(sample(SampleEnd.FAILED, 4))
