@@ -203,19 +203,24 @@ def speculative_config(draft: DraftConfig, model_runner: str = "v1") -> dict | N
             return most | {"method": "custom_class", "model": "tailrace.deployments.vllm_exact.proposer.NoDrafts"}
 
 
+def cache_prefix(config: EngineConfig, pool: PoolEndpoint) -> str:
+    """Returns the beginning of the keys of an engine's KV: engines share KV of one form, from one model, alone."""
+    form = (config.dtype, config.block_tokens, config.tensor_parallel, pool.config.block_check, config.exactness)
+    form += (sorted(map(repr, config.vllm_args.items())),)  # as the type of the KV, or whether blocks have routes
+    return f"{PREFIX}-{fingerprint(config.model, *form)}"
+
+
 def transfer_config(config: EngineConfig, pool: PoolEndpoint):
     """Returns vLLM's KVTransferConfig: Tailrace's connector, its deadlines, a name space for this model only."""
     from vllm.config import KVTransferConfig
 
-    shape = (config.dtype, config.block_tokens, config.tensor_parallel, pool.config.block_check, config.exactness)
-    shape += (ROUTED_EXPERTS,) * config.keeps_routes  # blocks without them are not taken
     return KVTransferConfig(
         kv_connector="PoolConnector",
         kv_connector_module_path="tailrace.kvpool.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
-            "cache_prefix": f"{PREFIX}-{fingerprint(config.model, *shape)}",
+            "cache_prefix": cache_prefix(config, pool),
             "preferred_segment": pool.segment or None,
             "lookup_rpc_port": f"{os.getpid()}",  # two replicas on a node must not share vLLM's look-up socket
             "lookup_deadline_s": pool.config.lookup_deadline_s,

@@ -81,9 +81,13 @@ class ExactWorker:
         self.model_runner.lora_manager.remove_adapter(number)
 
     def held_weights(self) -> HeldWeights:
-        """Returns the weights that this rank computes with. Raises ValueError if it holds only a part of each."""
+        """Returns the weights that this rank computes with. Raises ValueError if it holds only a part of each, or holds
+        them in another form.
+        """
         if self.parallel_config.world_size > 1:
             raise ValueError("weights are read back on engines of one rank alone; set tensor_parallel to 1")
+        if self.model_config.is_quantized or self.model_config.quantization is not None:
+            raise ValueError("weights that are quantized are not read back: their values are not those of the source")
         return HeldWeights(self.model_runner.get_model(), {name: shape for name, (shape, _) in self._tensors.items()})
 
     def weight_checksums(self) -> dict[str, str]:

@@ -39,7 +39,7 @@ def test_every_step_ends_well_and_says_what_needs_a_card(ran):
 
 
 def test_tokens_are_the_same_however_they_are_computed(ran):
-    for step in ("exact_eager", "v1"):
+    for step in ("exact_eager", "v1", "experts", "fp8"):
         found = {name: ran["of"][step][name] for name in SAME_TOKENS if name in ran["of"][step]}
         assert [each["unlike"] for each in found.values()] == [0] * len(found) and len(found) >= 4
         assert found["with drafts"]["accepted_tokens"] > 0, "drafts that hit are drafts"
@@ -76,8 +76,9 @@ def test_steps_are_timed_part_by_part(ran):
 
 
 def test_weights_memory_and_kv_come_back(ran):
-    folder = ran["of"]["weights"]["from a folder"]
-    assert folder["changed"] and folder["returned"]
+    loads = ran["of"]["weights"]["from a folder"], ran["of"]["experts"]["new weights"], ran["of"]["fp8"]["new weights"]
+    for folder in loads:
+        assert folder["changed"] and folder["returned"] and (folder["held_unlike"], folder["not_read"]) == (0, "")
     assert ran["of"]["kv_copy"]["16 blocks, gathered"]["same"]
     assert ran["of"]["sleep"]["a turn"]["same_tokens"]
     moved = ran["of"]["pool"]["60 tokens"]

@@ -69,6 +69,10 @@ STEPS = (
     CheckStep("stock_8B", 70, 180, 3, f"{ROOM}.plain:plain", "stock vLLM's times of shapes of 8B",
          {"level": "law", "shape": "8B"}, EAGER),
     CheckStep("weights", 50, 120, 3, f"{ROOM}.weights:weights", "new weights from a folder, and by CUDA IPC", dry=True),
+    CheckStep("experts", 60, 150, 3, f"{ROOM}.experts:experts", "a mixture of experts at `bits`: equal tokens alone,"
+         " together, in chunks, with drafts; new weights, and what the engine then holds", dry=True),
+    CheckStep("fp8", 60, 150, 3, f"{ROOM}.fp8:fp8", "weights and KV in FP8 at `bits`: equal tokens alone, together, in"
+         " chunks, with drafts; new weights, which the engine quantizes", dry=True),
     CheckStep("kv_copy", 10, 40, 3, f"{ROOM}.kv_copy:kv_copy", "KV blocks to pinned memory and back, GB/s", dry=True),
     CheckStep("sleep", 30, 90, 3, f"{ROOM}.sleep:sleep", "memory given back and taken again", dry=True),
     CheckStep("pool", 45, 120, 3, f"{ROOM}.pool:pool", "KV to the pool and back: equal tokens, ms beside"

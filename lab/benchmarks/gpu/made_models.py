@@ -13,7 +13,7 @@ from typing import NamedTuple
 class Shape(NamedTuple):
     """Sizes of a model, as Hugging Face's configurations name them."""
 
-    kind: str  # "llama" or "qwen3"
+    kind: str  # a key of CLASSES
     hidden: int
     layers: int
     heads: int
@@ -22,6 +22,8 @@ class Shape(NamedTuple):
     inner: int
     vocabulary: int
     tied: bool = True
+    experts: int = 0  # of each layer; `inner` is then the size of each
+    chosen: int = 0  # of a token
 
 
 SHAPES = {
@@ -29,14 +31,21 @@ SHAPES = {
     "1.7B": Shape("qwen3", 2048, 28, 16, 8, 128, 6144, 151_936),
     "8B": Shape("llama", 4096, 32, 32, 8, 128, 14_336, 128_256, tied=False),
     "short": Shape("qwen3", 2048, 4, 16, 8, 128, 6144, 32_768),
+    "experts": Shape("qwen3_moe", 2048, 4, 32, 4, 128, 768, 32_768, tied=False, experts=128, chosen=8),
     "tiny": Shape("llama", 128, 2, 2, 1, 64, 128, 512),
+    "tiny experts": Shape("qwen3_moe", 128, 2, 2, 1, 64, 64, 512, tied=False, experts=4, chosen=2),
 }
-"""SmolLM2-135M's, Qwen3-1.7B's and Llama-3.1-8B's; four layers of the second with few words; one for dry runs."""
+"""SmolLM2-135M's, Qwen3-1.7B's and Llama-3.1-8B's; four layers of the second with few words; four of Qwen3-30B-A3B's;
+two for dry runs.
+"""
+
+TINY = {"experts": "tiny experts"}
+"""The shape of a dry run, if it is not `tiny`."""
 
 DUMMY = ("8B",)
 """Shapes whose weights vLLM's dummy loader makes: a folder of them would take minutes and gigabytes."""
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 WEIGHTS = "model.safetensors"
 LENGTH = 16_384
 DEVIATION = 3.0
@@ -55,13 +64,21 @@ def tensors_of(shape: Shape) -> dict[str, tuple[int, ...]]:
             "o": (shape.hidden, width),
         }
         found |= {f"{at}self_attn.{name}_proj.weight": size for name, size in parts.items()}
-        if shape.kind == "qwen3":
+        if shape.kind != "llama":
             found |= {f"{at}self_attn.{name}_norm.weight": (shape.head,) for name in ("q", "k")}
-        found |= {f"{at}mlp.{name}_proj.weight": (shape.inner, shape.hidden) for name in ("gate", "up")}
-        found[f"{at}mlp.down_proj.weight"] = (shape.hidden, shape.inner)
+        if shape.experts:
+            found[f"{at}mlp.gate.weight"] = (shape.experts, shape.hidden)
+        for each in [f"experts.{number}." for number in range(shape.experts)] or [""]:
+            found |= {f"{at}mlp.{each}{name}_proj.weight": (shape.inner, shape.hidden) for name in ("gate", "up")}
+            found[f"{at}mlp.{each}down_proj.weight"] = (shape.hidden, shape.inner)
         found |= {f"{at}{name}_layernorm.weight": (shape.hidden,) for name in ("input", "post_attention")}
     found["model.norm.weight"] = (shape.hidden,)
     return found if shape.tied else found | {"lm_head.weight": (shape.vocabulary, shape.hidden)}
+
+
+def shape_for(name: str, small: bool) -> str:
+    """Returns the name of the shape, or of the one in its place in a small run."""
+    return TINY.get(name, "tiny") if small else name
 
 
 def model_of(name: str, root: Path, seed: int = 0, device: str = "cuda") -> Path:
@@ -123,5 +140,8 @@ def _write_settings(folder: Path, shape: Shape) -> None:
         "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 10_000.0, "tie_word_embeddings": shape.tied,
         "attention_bias": False, "mlp_bias": False,
     }  # fmt: skip
+    if shape.experts:
+        config |= {"num_experts": shape.experts, "num_experts_per_tok": shape.chosen, "norm_topk_prob": True}
+        config |= {"moe_intermediate_size": shape.inner}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": LENGTH}))
     (folder / "config.json").write_text(json.dumps(config))

@@ -15,7 +15,7 @@ from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
-from tailrace.lab.benchmarks.gpu.made_models import DUMMY, SHAPES, model_of
+from tailrace.lab.benchmarks.gpu.made_models import DUMMY, SHAPES, model_of, shape_for
 from tailrace.lab.benchmarks.gpu.place import Place
 from tailrace.policies.families.drafting import FixedBudget
 from tailrace.policies.protocol.exactness import Exactness
@@ -57,13 +57,13 @@ def config_of(place: Place, model: str, eager: bool = False, running: int = 64, 
 
 def made(place: Place, shape: str, seed: int = 0) -> tuple[str, dict]:
     """Returns the folder of a shape, or of the tiny one, and the arguments with which vLLM loads it."""
-    name = "tiny" if place.small else shape
+    name = shape_for(shape, place.small)
     arguments = {"load_format": "dummy"} if name in DUMMY else {}
     return str(model_of(name, place.models, seed, place.device)), arguments
 
 
 def vocabulary_of(place: Place, shape: str) -> int:
-    return SHAPES["tiny" if place.small else shape].vocabulary
+    return SHAPES[shape_for(shape, place.small)].vocabulary
 
 
 def force_invariant(launch) -> None:

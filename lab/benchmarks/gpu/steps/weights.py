@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tailrace.deployments.messages.command import LoadWeights, TransferWeights
+from tailrace.deployments.messages.command import LoadWeights, ReadWeights, TransferWeights
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 from tailrace.lab.benchmarks.gpu.made_models import WEIGHTS
 from tailrace.lab.benchmarks.gpu.measurements import Measurements
-from tailrace.lab.benchmarks.gpu.steps.engine import made, vocabulary_of
+from tailrace.lab.benchmarks.gpu.steps.engine import CheckedEngine, made, vocabulary_of
 from tailrace.lab.benchmarks.gpu.steps.ours import started
 
 SHAPE = "1.7B"
@@ -22,7 +22,8 @@ TRAINER_S = 120.0
 
 
 def weights(step: Measurements) -> None:
-    case = NewWeights(step)
+    transfer = {"weight_transfer_config": {"backend": "ipc"}} if step.place.card else {}
+    case = NewWeights(step, SHAPE, started(step, SHAPE, eager=True, draft="off", **transfer))
     step.tried("from a folder", case.from_a_folder)
     step.on_card("by CUDA IPC", case.by_ipc)
 
@@ -30,12 +31,10 @@ def weights(step: Measurements) -> None:
 class NewWeights:
     """An engine on the folder `old`; `new` has other weights of its shape."""
 
-    def __init__(self, step: Measurements):
-        self._step = step
-        transfer = {"weight_transfer_config": {"backend": "ipc"}} if step.place.card else {}
-        self._engine = started(step, SHAPE, eager=True, draft="off", **transfer)
-        (self._old, _), (self._new, _) = made(step.place, SHAPE), made(step.place, SHAPE, seed=1)
-        self._prompt = np.random.default_rng(0).integers(3, vocabulary_of(step.place, SHAPE), 8, np.int32)
+    def __init__(self, step: Measurements, shape: str, engine: CheckedEngine):
+        self._step, self._engine = step, engine
+        (self._old, _), (self._new, _) = made(step.place, shape), made(step.place, shape, seed=1)
+        self._prompt = np.random.default_rng(0).integers(3, vocabulary_of(step.place, shape), 8, np.int32)
         self._tokens_of_new: list[int] = []
 
     def _tokens(self, name: str) -> list[int]:
@@ -54,11 +53,14 @@ class NewWeights:
         self._tokens_of_new = self._tokens("w1")
         second_s = self._load(2, self._old)
         returned = self._tokens("w2") == before
+        held = self._engine.obeyed(self._engine.loop.ask(ReadWeights()))
         return {
             "first_s": first_s,
             "second_s": second_s,
             "changed": self._tokens_of_new != before,
             "returned": returned,
+            "held_unlike": len(held.unlike),
+            "not_read": held.problem,
             "gib": os.path.getsize(Path(self._new) / WEIGHTS) / 2**30,
         }
 

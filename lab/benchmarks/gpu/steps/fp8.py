@@ -1,0 +1,19 @@
+"""Weights and KV in FP8: equal tokens however they are computed, and new weights, which the engine quantizes.
+
+vLLM's build for CPUs has no weights in FP8, so a dry run has the KV alone.
+"""
+
+from tailrace.lab.benchmarks.gpu.measurements import Measurements
+from tailrace.lab.benchmarks.gpu.steps.engine import vocabulary_of
+from tailrace.lab.benchmarks.gpu.steps.exactness import SameSamples
+from tailrace.lab.benchmarks.gpu.steps.ours import started
+from tailrace.lab.benchmarks.gpu.steps.weights import NewWeights
+
+SHAPE = "1.7B"
+
+
+def fp8(step: Measurements) -> None:
+    weights = {"quantization": "fp8"} if step.place.card else {}
+    engine = started(step, SHAPE, eager=True, kv_cache_dtype="fp8", **weights)
+    SameSamples(step, engine, vocabulary_of(step.place, SHAPE)).compare()
+    step.tried("new weights", NewWeights(step, SHAPE, engine).from_a_folder)
