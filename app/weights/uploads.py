@@ -14,7 +14,7 @@ from tailrace.deployments.staging.deltas import WINDOW_BYTES, delta_of
 Item = TypeVar("Item")
 
 MOST_PARTS = 32
-"""Maximum number of parts in one request, whose address names each: about 2 KB, which proxies take."""
+"""Maximum number of parts in one request, whose address names each: about 3 KB, which proxies take."""
 
 
 class Body(NamedTuple):
