@@ -30,11 +30,11 @@ PACKAGES = (
 
 LEFT_OUT = (
     "vllm/vllm-rs", "vllm/third_party/deep_gemm/", "vllm/third_party/fmha_sm100/", "vllm/third_party/tml_fa4/",
-    "_vllm_fa2_C", "_moe_C_stable", "_flashmla", "_flashkda", "_deepselect", "_qutlass", "/static/",
+    "_vllm_fa2_C", "_flashmla", "_flashkda", "_deepselect", "_qutlass", "/static/",
     "vllm/benchmarks/", "vllm/kernels/helion/configs", "vllm/model_executor/layers/fused_moe/configs/",
     "vllm/model_executor/layers/quantization/utils/configs/", "/docs/", "/tests/",
 )  # fmt: skip
-"""Parts of vLLM that a dense model on Hopper does not load."""
+"""Parts of vLLM that the steps' models do not load on Hopper."""
 
 PRUNED = "_C_stable_libtorch"
 """The library that has code for every chip; the others are of Hopper alone, or small."""
