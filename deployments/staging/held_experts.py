@@ -43,10 +43,11 @@ def experts_of(path: str, layer: torch.nn.Module) -> Iterator[tuple[str, HeldExp
 
 def unpacked_expert(layer: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
     """Returns the matrix [outputs, inputs] of an expert as it was loaded. Raises ValueError for an unknown kernel."""
-    kernel = layer.quant_method.moe_kernel.fused_experts
+    method = layer.quant_method
+    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
     if type(kernel).__name__ in PLAIN:
         return values
-    if (isa := getattr(kernel, "isa", None)) is None or kernel._use_zentorch:
+    if (isa := getattr(kernel, "isa", None)) is None or getattr(kernel, "_use_zentorch", False):
         raise ValueError(f"the experts of {type(kernel).__name__} cannot be read back")
     return values.reshape(-1)[places(isa, values.dtype, tuple(values.shape))].reshape(values.shape)
 

@@ -89,7 +89,11 @@ def test_each_expert_is_read_back_under_its_saved_name(dtype, kernel):
 def test_a_kernel_that_is_not_known_is_an_error(kernel, name):
     saved = weights(torch.float32)
     model = model_of(saved, TritonExperts())
-    model.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts = kernel
+    layer = model.mlp.experts.routed_experts
+    layer.quant_method.moe_kernel.fused_experts = kernel
     held = HeldWeights(model, {name: tuple(value.shape) for name, value in saved.items()})
     with pytest.raises(ValueError, match=f"^the experts of {name} cannot be read back$"):
+        dict(held)
+    layer.quant_method = object()
+    with pytest.raises(ValueError, match=r"^the experts of object cannot be read back$"):
         dict(held)
