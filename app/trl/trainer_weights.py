@@ -7,6 +7,8 @@ of a layer, have the names and shapes of such a folder again.
 
 from collections.abc import Iterator
 
+from tailrace.app.weights.saved import conversions_of
+
 
 def named_weights(trainer) -> Iterator[tuple[str, object]]:
     """Yields (name, torch tensor). Every process of a distributed trainer must iterate to the end."""
@@ -18,18 +20,9 @@ def named_weights(trainer) -> Iterator[tuple[str, object]]:
     pairs, model = source._iter_named_params(), trainer.accelerator.unwrap_model(trainer.model)
     is_adapted = hasattr(model, "merge_adapter")
     model = model.get_base_model() if is_adapted else model
-    if trainer.accelerator.is_main_process and has_joined_weights(model):
+    if trainer.accelerator.is_main_process and any(hasattr(one, "operations") for one in conversions_of(model)):
         passes = is_adapted or trainer.accelerator.num_processes > 1  # what TRL gathers or merges, it takes back
         whole = {name: value.to("cpu", copy=True) if passes else value for name, value in pairs}
         yield from revert_weight_conversion(model, whole).items()
     else:
         yield from pairs
-
-
-def has_joined_weights(model) -> bool:
-    """Returns whether parameters of a transformers model have other shapes than the tensors of its saved folder."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    known = getattr(model, "_weight_conversions", None)
-    return any(isinstance(one, WeightConverter) for one in known or get_model_conversion_mapping(model))

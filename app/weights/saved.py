@@ -4,6 +4,7 @@ Tied weights are included once, under the name that Hugging Face keeps; PEFT ada
 your own trainers: those of TRL are read by `app.trl`.
 """
 
+import sys
 from collections.abc import Iterator
 
 COMPILED = "_orig_mod."
@@ -15,6 +16,22 @@ def bare_model(held: object) -> object:
     if type(held).__name__ in ("OptimizedModule", "DistributedDataParallel"):
         return bare_model(held._orig_mod if hasattr(held, "_orig_mod") else held.module)
     return held
+
+
+def conversions_of(held: object) -> list:
+    """Returns how transformers makes a model's parameters from a folder, as `revert_weight_conversion` finds it; none
+    of anything else. Those that have `operations` change shapes, the others names.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(held, transformers.PreTrainedModel):
+        return []
+    if (known := getattr(held, "_weight_conversions", None)) is not None:
+        return known
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = get_model_conversion_mapping(held, add_legacy=False)
+    return [one for one in found if not isinstance(one, PrefixChange)]
 
 
 def saved_weights(model) -> Iterator[tuple[str, object]]:

@@ -6,10 +6,10 @@ cut into pieces of the saved tensors. They are views of the same memory: nothing
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from tailrace.app.weights.saved import conversions_of
 from tailrace.deployments.staging.stage import StageRefused
 
 if TYPE_CHECKING:  # it imports this file
@@ -24,7 +24,7 @@ def saved_pieces(held: object, pieces: Iterable[HeldPiece]) -> Iterator[HeldPiec
 
     Raises StageRefused, one line, for a parameter that transformers makes in another way than by joining.
     """
-    conversions = [one.reverse_transform() for one in reversed(_conversions(held))]
+    conversions = [one.reverse_transform() for one in reversed(conversions_of(held))]
     converters = [one for one in conversions if hasattr(one, "operations")]
     renamings = [one for one in conversions if not hasattr(one, "operations")]
     for piece in pieces:
@@ -33,20 +33,6 @@ def saved_pieces(held: object, pieces: Iterable[HeldPiece]) -> Iterator[HeldPiec
             for renaming in renamings:
                 name, _ = renaming.rename_source_key(name)
             yield _as(one, name=name)
-
-
-def _conversions(held: object) -> list:
-    """Returns how transformers makes a model's parameters from a folder, as `revert_weight_conversion` finds it."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(held, transformers.PreTrainedModel):
-        return []
-    if (known := getattr(held, "_weight_conversions", None)) is not None:
-        return known
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    found = get_model_conversion_mapping(held, add_legacy=False)
-    return [one for one in found if not isinstance(one, PrefixChange)]
 
 
 def _parted(piece: HeldPiece, converters: list) -> list[HeldPiece]:

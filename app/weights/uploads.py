@@ -32,11 +32,11 @@ class Part(NamedTuple):
     checksum: str
     body: Body
 
-    def query(self) -> Iterator[tuple[str, object]]:
-        """Yields the fields of the request's address for this part."""
+    def query(self) -> list[tuple[str, object]]:
+        """Returns the fields of the request's address for this part."""
         begin, data, is_delta = self.body
-        yield from {"number": self.number, "checksum": self.checksum, "begin": begin, "delta": is_delta}.items()
-        yield "size", len(data)
+        of_piece = [("number", self.number), ("checksum", self.checksum)]
+        return [*of_piece, ("begin", begin), ("delta", is_delta), ("size", len(data))]
 
 
 def packed(items: Iterable[Item], size_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
