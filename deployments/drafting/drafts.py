@@ -217,16 +217,19 @@ class EngineDrafts:
                 for sample, start, tokens in zip(samples, starts, unread, strict=True):
                     self._feed.append(ref, sample, start, tokens)
 
-    def propose(self) -> None:
-        """Sets the next draft on each continuing request, after a step."""
+    def propose(self, ahead: bool = False) -> bool:
+        """Sets the next draft on each continuing request, after a step. Returns whether there is one.
+
+        `ahead`: the next step computes already. Then nothing is set, and it returns whether drafts would have paid.
+        """
         began_s = time.perf_counter()
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
         due = self._model is not None or self._is_due(len(fresh), cost)
-        if due or not all([drafted.futile for drafted in fresh]):
-            self._draft(fresh, cost, due)
+        found = (due or not all([drafted.futile for drafted in fresh])) and self._draft(fresh, cost, due, ahead)
         self._spent_s += time.perf_counter() - began_s
+        return found
 
     def _is_due(self, running: int, cost: StepCost | None) -> bool:
         """Returns whether drafts are proposed after this step for all samples, or only for those whose drafts pay."""
@@ -236,36 +239,43 @@ class EngineDrafts:
         allowed_s = min(FUTILE_S, FUTILE_SHARE * step_s)
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
-    def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool) -> None:
+    def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, ahead: bool) -> bool:
         """Runs `propose` for all chunks with new tokens, or, unless `due`, only for those whose drafts pay."""
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
         self._groups.receive()
-        fresh, self._fresh = self._apart(fresh)
+        fresh, waiting = self._apart(fresh, ahead)
+        self._fresh = [] if ahead else waiting
         if not fresh or cost is None or not self._policy.max_draft_tokens:
-            return
+            return bool(waiting)
         batch = self._proposals(fresh, cost, due)
         budgets, self._memory = self._policy.decide(self._view(fresh, batch, cost), self._memory)
         tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
         for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
             drafted.futile = not budget
-            if not budget:
+            if ahead or not budget:
                 drafted.draft, drafted.sources, drafted.request.spec_token_ids = [], b"", []
                 continue
             drafted.draft, at = tokens[row][:budget], row * width
             drafted.sources = sources[at : at + budget]
             drafted.request.spec_token_ids = tokens[row][:budget]
+        return bool(waiting or budgets.any())
 
-    def _apart(self, fresh: list[DraftedTokens]) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
-        """Returns chunks in the next step, and chunks that skip it because they alternate with their draft models."""
+    def _apart(
+        self, fresh: list[DraftedTokens], ahead: bool
+    ) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
+        """Returns chunks in the next step, and chunks that skip it because they alternate with their draft models;
+        none skips a step that computes already.
+        """
         if self._model is None:
             return fresh, []
         self._model.exchange()
         parts: tuple[list[DraftedTokens], list[DraftedTokens]] = [], []
         for drafted in fresh:
             waits = self._model.waits(drafted.chunk.chunk_id)
-            (pause if waits else resume)(drafted.request)
+            if not ahead:
+                (pause if waits else resume)(drafted.request)
             parts[waits].append(drafted)
         return parts
 

@@ -88,10 +88,17 @@ class PoolClient:
             released.append((chunk_id, self._complete(request_id, chunk, result)))
         return released
 
-    def after_step(self, took_s: float, decodes: bool, now_s: float) -> None:
-        """Records a step's time. `decodes`: True if no chunk was at its prompt or waited for KV."""
+    @property
+    def scheduled(self) -> tuple[int, int]:
+        """Tokens and requests of the step that was started last."""
+        return self._connector.scheduled
+
+    def after_step(self, took_s: float, scheduled: tuple[int, int], decodes: bool, now_s: float) -> None:
+        """Records the time of a step of these tokens and requests. `decodes`: True if no chunk was at its prompt or
+        waited for KV.
+        """
         self._waits.took("step", took_s)
-        tokens, chunks = self._connector.scheduled
+        tokens, chunks = scheduled
         if chunks and not decodes:
             self._performance.prompt(chunks, tokens, took_s, now_s)
         for pulled_tokens, pull_s in self._connector.take_pulls():

@@ -8,6 +8,8 @@ vLLM's. Remove when the engine's step can return the core's outputs. Owned by th
 
 from typing import NamedTuple
 
+from tailrace.deployments.vllm_exact.async_scheduling import AsyncScheduling
+
 
 class StepOutput(NamedTuple):
     """New tokens of the request with this name, and the reason of its end, or None while it continues.
@@ -22,16 +24,22 @@ class StepOutput(NamedTuple):
 
 
 class StepOutputs:
-    """`engine`: vLLM's LLMEngine in this process."""
+    """`engine`: vLLM's LLMEngine in this process. `scheduling`: None for an engine whose steps always wait."""
 
     def __init__(self, engine):
         self.engine, processor = engine, engine.output_processor
+        core = engine.engine_core.engine_core
+        self.scheduling = AsyncScheduling(core) if core.async_scheduling else None
         self._states, self._process_all = processor.request_states, processor.process_outputs
         self._continued: list[StepOutput] = []
         processor.process_outputs = self._process
 
-    def step(self) -> list[StepOutput]:
-        """Runs one step of the engine. Returns an output for each request that has made tokens or ended."""
+    def step(self, ahead: bool = False) -> list[StepOutput]:
+        """Runs one step of the engine. Returns an output for each request that has made tokens or ended. `ahead`: see
+        `AsyncScheduling.set`.
+        """
+        if self.scheduling is not None:
+            self.scheduling.set(ahead)
         whole = self.engine.step()
         found, self._continued = self._continued, []
         for output in whole:

@@ -20,9 +20,11 @@ from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.recovery import Recovery
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
+from tailrace.deployments.engine.step_pace import StepPace, StepWork
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.errors import RequestRefused, one_line
+from tailrace.deployments.vllm_exact.async_scheduling import DEPTH
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.requests import Requests
@@ -46,8 +48,9 @@ class Stepper:
         feed: ContextClient | None = None,
         model: Drafters | None = None,
     ):
-        began_s, self._engine = time.monotonic(), launch(config, rank, pool)
+        began_s, self._engine = time.monotonic(), launch(config, rank, pool, config.runs_ahead)
         self._outputs = StepOutputs(self._engine)
+        self._pace = StepPace(self._outputs.scheduling)
         self.weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
@@ -80,10 +83,10 @@ class Stepper:
             self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._performance)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
-        parts = self._requests, self._redraws, self._link, 1 + self._constant["draft_tokens"]
+        parts = self._requests, self._redraws, self._link, max(DEPTH, 1 + self._constant["draft_tokens"])
         self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
         self._suspects = self._recovery.suspects
-        self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
+        self._work = Counter(dict.fromkeys(("steps", "steps_ahead", "step_us", "tokens", "verifications"), 0))
         self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
         warmup.warm_up(self, config.max_running, config.draft.draft_tokens if self._drafts is not None else 0)
         self.reset_cache()
@@ -100,7 +103,7 @@ class Stepper:
     def busy(self) -> bool:
         """True while a step has work: chunks to run, or finished ones to release."""
         waits = self._ended or self._running or self.adapters.waiting() or self._scheduler.has_requests()
-        return bool(waits or (self._link is not None and self._link.busy))
+        return bool(waits or self._pace.in_flight or (self._link is not None and self._link.busy))
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM, or here until its adapter can run.
@@ -173,6 +176,7 @@ class Stepper:
         return ended
 
     def _recover(self, error: Exception) -> None:
+        self._pace.abandon()
         for running in [one for one in self._running.values() if one.reason is not None]:  # they have all their tokens
             try:
                 self._finish(running.chunk.chunk_id, running.reason)
@@ -201,29 +205,51 @@ class Stepper:
         self._suspects.leave(chunk_id)
 
     def _step(self) -> list[tuple[str, list[int]]]:
-        """Runs one engine step. Returns the tokens that it made, by chunk id."""
-        verified_tokens = tokens_to_verify(self._running.values())
-        context_tokens = sum([one.request.num_computed_tokens for one in self._running.values()])
+        """Runs one engine step. Returns the tokens that arrived, by chunk id; of a step that runs ahead, those of the
+        one before.
+        """
+        chunks = self._running.values()
+        context_tokens = sum([one.request.num_computed_tokens for one in chunks])
         began_s = time.monotonic()
-        outputs = self._outputs.step()
+        ahead = self._pace.begin(chunks, self._suspects.quiet, began_s)
+        work = StepWork(tokens_to_verify(chunks), context_tokens, self._pace.in_flight > 0)
+        outputs = self._outputs.step(ahead)
         ended_s = time.monotonic()
         self._redraws.after_step(outputs, self._running)
-        self._work.update(steps=1, step_us=int((ended_s - began_s) * 1e6))
-        self._step_counts[bisect_left(STEP_BOUNDS_S, ended_s - began_s)] += 1
         for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
             running.scheduled_s = began_s
             del self._unscheduled[running.chunk.chunk_id]
-        made, made_tokens = self._receive(outputs, ended_s)
-        self._performance.step(len(made), verified_tokens, ended_s - began_s, made_tokens, ended_s, context_tokens)
-        self.progress_s = ended_s if outputs else self.progress_s
-        if not outputs:
-            time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
-        if self._drafts is not None:
-            self._drafts.propose()
         if self._link is not None:
-            self._link.after_step(ended_s - began_s, verified_tokens > 0, ended_s)
-            self._ended += self._link.release()
+            work = work._replace(scheduled=self._link.scheduled)
+        ended = self._pace.end(work, ended_s)
+        made = [] if ended is None else self._after(outputs, *ended, ended_s)
+        if not self._running:
+            self._finish_steps()
         return made
+
+    def _after(
+        self, outputs: list[StepOutput], work: StepWork, took_s: float, now_s: float
+    ) -> list[tuple[str, list[int]]]:
+        """Takes the tokens of a step that took `took_s` for `work`, proposes drafts, and hears from the pool."""
+        self._work.update(steps=1, steps_ahead=work.ahead, step_us=int(took_s * 1e6))
+        self._step_counts[bisect_left(STEP_BOUNDS_S, took_s)] += 1
+        made, made_tokens = self._receive(outputs, now_s)
+        self._performance.step(len(made), work.verified_tokens, took_s, made_tokens, now_s, work.context_tokens)
+        self.progress_s = now_s if outputs else self.progress_s
+        if not (outputs or self._pace.computing):
+            time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
+        drafts_pay = self._drafts is not None and self._drafts.propose(ahead=self._pace.in_flight > 0)
+        if self._link is not None:
+            self._link.after_step(took_s, work.scheduled, work.verified_tokens > 0, now_s)
+            self._ended += self._link.release()
+        self._pace.leave(time.monotonic(), drafts_pay, bool(self._running))
+        return made
+
+    def _finish_steps(self) -> None:
+        """Ends the steps in flight, which compute nothing that is still wanted. Commands may follow."""
+        while self._pace.in_flight:
+            self._outputs.step()
+            self._pace.end(StepWork(0, 0, False), time.monotonic())
 
     def _receive(self, outputs: list[StepOutput], ended_s: float) -> tuple[list[tuple[str, list[int]]], int]:
         """Takes the outputs of a step, in one pass; redraws may add some. Returns its tokens and their number."""

@@ -114,6 +114,7 @@ def engine_rows(engines: EngineSums) -> dict[Metric, Rows]:
         },
         of.PREEMPTIONS: {(): work[PREEMPTIONS]},
         of.STEP_SECONDS: {(): engines.steps},
+        of.STEPS_AHEAD: {(): work["steps_ahead"]},
         of.WEIGHTS_SECONDS: {(): engines.weights_s},
     }
 

@@ -83,6 +83,7 @@ CHUNK_SECONDS = Metric(
     bounds=CHUNK_BOUNDS,
 )
 STEP_SECONDS = Metric("tailrace_step_seconds", "histogram", "Seconds of an engine's step", bounds=STEP_BOUNDS_S)
+STEPS_AHEAD = Metric("tailrace_steps_ahead", "counter", "Steps that were scheduled before the tokens of the one before")
 PREEMPTIONS = Metric("tailrace_preemptions", "counter", "Preemptions by vLLM; there should be none")
 MOVES = Metric(
     "tailrace_moves",
@@ -123,7 +124,7 @@ COORDINATOR_SECONDS = Metric("tailrace_coordinator_seconds", "gauge", "Seconds s
 
 COORDINATOR = (
     SAMPLES, SAMPLES_ENDED, QUEUE, BATCHES, BATCH_SECONDS, BATCH_QUIET, BLOCKED, HELD_BYTES, TOKENS, TOKEN_UPDATES,
-    ENGINE_TOKENS, VERIFICATIONS, DRAFT_TOKENS, CHUNKS, CHUNK_SECONDS, STEP_SECONDS, PREEMPTIONS, MOVES, CONTEXT_TOKENS,
+    ENGINE_TOKENS, VERIFICATIONS, DRAFT_TOKENS, CHUNKS, CHUNK_SECONDS, STEP_SECONDS, STEPS_AHEAD, PREEMPTIONS, MOVES, CONTEXT_TOKENS,
     POOL_BYTES, POOL_FAILURES, POOL_USED, POOL_CAPACITY, POOL_UP, REPLICAS, REPLICAS_WANTED, REPLICA_SECONDS,
     FAULTS_SEEN, WEIGHTS_VERSION, WEIGHTS_SECONDS, COORDINATOR_SECONDS,
 )  # fmt: skip

@@ -18,7 +18,7 @@ OURS = {
     "model": "model", "dtype": "dtype", "max_model_len": "max_model_len", "max_num_seqs": "max_running",
     "max_num_active_seqs": "max_running", "max_num_batched_tokens": "max_batched_tokens", "block_size": "block_tokens",
     "tensor_parallel_size": "tensor_parallel", "speculative_config": "draft", "worker_cls": "", "seed": "",
-    "enable_prefix_caching": "", "enable_chunked_prefill": "", "async_scheduling": "", "max_logprobs": "",
+    "enable_prefix_caching": "", "enable_chunked_prefill": "", "max_logprobs": "",
     "disable_log_stats": "", "mm_processor_cache_gb": "",
 }  # fmt: skip
 """Arguments that the engine always sets itself, each with the key here that sets its value; empty if none does."""
@@ -26,6 +26,9 @@ OURS = {
 
 ROUTED_EXPERTS = "enable_return_routed_experts"
 """vLLM's argument for routed experts in results. vLLM's own way needs its second runner and has none of pulled KV."""
+
+ASYNC = "async_scheduling"
+"""vLLM's argument for steps that are scheduled before the tokens of the one before have arrived."""
 
 
 def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +195,26 @@ class EngineConfig(BaseModel):
         if self.model_runner == "v2" and self.draft.method == "suffix":
             raise ValueError("model_runner v2 has no draft method suffix; take another, or v1")
         return self
+
+    @model_validator(mode="after")
+    def _ahead_fits(self) -> "EngineConfig":
+        if self.vllm_args.get(ASYNC) and not self._can_run_ahead:
+            raise KeyedError(
+                f"vllm_args.{ASYNC}",
+                "it needs device: gpu, model_runner: v2, no redraw_close_calls, and draft.method off, group or model; "
+                "change these, or remove it",
+            )
+        return self
+
+    @property
+    def _can_run_ahead(self) -> bool:
+        waits = self.redraw_close_calls or not (self.draft.is_ours or self.draft.method == "off")
+        return self.model_runner == "v2" and not waits
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if steps without drafts are scheduled ahead, see vllm_exact.async_scheduling."""
+        return self._can_run_ahead and self.vllm_args.get(ASYNC) is not False
 
     @property
     def has_windows(self) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.vllm_exact.attention import invariant_arguments
-from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS, DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import ASYNC, ROUTED_EXPERTS, DraftConfig, EngineConfig
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
 from tailrace.kvpool.keys import PREFIX, fingerprint
 from tailrace.kvpool.pool_config import BUFFER_MIB, PoolEndpoint
@@ -57,10 +57,10 @@ def rebind(config: EngineConfig, old_rank: int, new_rank: int) -> None:
                 os.sched_setaffinity(thread, new)
 
 
-def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
+def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None, ahead: bool = False):
     """Starts vLLM's LLMEngine in this process (tensor-parallel workers are separate processes).
 
-    vLLM's exceptions about a bad model folder pass through it. Raises ValueError on a reserved `vllm_args` key.
+    `ahead`: with vLLM's asynchronous scheduler, see async_scheduling.py. vLLM's exceptions about a bad model folder pass through it. Raises ValueError on a reserved `vllm_args` key.
     """
     arguments = engine_arguments(config)
     cores = None
@@ -74,21 +74,32 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
         make_llvmlite_scannable()
     if cores is not None:
         limit_threads(max(1, len(cores) // config.tensor_parallel))
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
     if pool is None:
-        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        engine = started(arguments, ahead)
     else:
         with pool_file(pool, config.device) as file:
             os.environ.update(pool_settings(pool, file))
             arguments["kv_transfer_config"] = transfer_config(config, pool)
-            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            engine = started(arguments, ahead)
     if config.draft.is_ours:
         verify_drafts_only(engine)
         if config.model_runner == "v2":
             engine.collective_rpc("propose_nothing")
     return engine
+
+
+def started(arguments: dict, ahead: bool):
+    """Returns vLLM's LLMEngine of these arguments of EngineArgs.
+
+    `ahead` is set after vLLM's checks: they refuse asynchronous scheduling beside proposals from the host, which our
+    steps wait for, and on every CPU.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    settings = EngineArgs(**arguments).create_engine_config()
+    settings.scheduler_config.async_scheduling |= ahead
+    return LLMEngine.from_vllm_config(settings, disable_log_stats=arguments["disable_log_stats"])
 
 
 def limit_threads(count: int) -> None:
@@ -143,7 +154,7 @@ def engine_arguments(config: EngineConfig) -> dict:
         "worker_cls": worker_of(config),
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
-        "async_scheduling": False,  # the sampler must know each position when it draws
+        "async_scheduling": False,  # see `started`
         "max_logprobs": MAX_LOGPROBS,
         "disable_log_stats": True,
         "mm_processor_cache_gb": 0,  # images come whole with their requests; 4 GiB would be kept of them
@@ -155,9 +166,9 @@ def engine_arguments(config: EngineConfig) -> dict:
         ours["enforce_eager"] = True
     if (speculation := speculative_config(config.draft, config.model_runner)) is not None:
         ours["speculative_config"] = speculation
-    if taken := sorted(ours.keys() & config.vllm_args.keys()):
+    if taken := sorted(ours.keys() & config.vllm_args.keys() - {ASYNC}):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
-    given = {key: value for key, value in config.vllm_args.items() if key != ROUTED_EXPERTS}
+    given = {key: value for key, value in config.vllm_args.items() if key not in (ROUTED_EXPERTS, ASYNC)}
     if config.keeps_routes:
         given["additional_config"] = {**(given.get("additional_config") or {}), ROUTED_EXPERTS: True}
     return ours | given | attention_arguments(config) | adapter_arguments(given)

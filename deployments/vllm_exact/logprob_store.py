@@ -66,7 +66,7 @@ class LogprobStore:
     def __init__(self, requests: int = 8, tokens: int = 256):
         self._slot_of: dict[str, int] = {}
         self._free = list(range(requests))
-        self._first = np.zeros(requests, np.int64)
+        self._first, self._taken = np.zeros((2, requests), np.int64)
         self._fields = {name: np.zeros((requests, tokens), kind) for name, kind in FIELDS.items()}
         self._more: dict[str, dict[int, dict[int, tuple]]] = {name: {} for name in MORE}  # each by slot and position
 
@@ -83,6 +83,10 @@ class LogprobStore:
     def opened_at(self, slots: np.ndarray) -> np.ndarray:
         """Returns i64[n]: the first position of the requests in these rows."""
         return self._first[slots]
+
+    def taken(self, slots: np.ndarray) -> np.ndarray:
+        """Returns i64[n]: how many requests have left these rows. A row whose number has grown is another request's."""
+        return self._taken[slots]
 
     def write(self, slots, positions, logprobs, raw_logprobs, margins, drafted=0, accepted=0):
         """Writes one entry per (slot, position), all i64[m]; the values are arrays [m] or one number.
@@ -121,6 +125,7 @@ class LogprobStore:
         if count and begin < 0:
             raise ValueError(f"{req_id}: position {start} is before the first one drawn, {self._first[slot]}")
         self._free.append(self._slot_of.pop(req_id))
+        self._taken[slot] += 1
         more = {name: self._more[name].pop(slot, {}) for name in MORE}
         begin = max(begin, 0)
         self._reserve(begin + count)
@@ -135,7 +140,9 @@ class LogprobStore:
         if not self._free:
             rows = len(self._first)
             self._free = list(range(rows, 2 * rows))
-            self._first = np.concatenate([self._first, np.zeros(rows, np.int64)])
+            self._first, self._taken = (
+                np.concatenate([each, np.zeros(rows, np.int64)]) for each in (self._first, self._taken)
+            )
             self._fields = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in self._fields.items()}
         slot = self._slot_of[req_id] = self._free.pop()
         self._first[slot] = position

@@ -31,11 +31,13 @@ def verify_drafts_only(engine) -> None:
     Remove when the padding has a switch. `engine`: vLLM's LLMEngine, with speculation.
 
     It also leaves out a pass over all requests after each step that would give them the drafts of `NoDrafts`: none. The
-    scheduler has dropped the drafts of the step before.
+    scheduler has dropped the drafts of the step before. An asynchronous scheduler would put places for drafts to come
+    into the next step, as many as the table says; ours never come from the device, so it says 0.
     """
     core = engine.engine_core.engine_core
     core.check_for_draft_tokens, scheduler = False, core.scheduler
-    scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (scheduler.max_num_running_reqs + 1)
+    drafts = 0 if core.async_scheduling else scheduler.num_spec_tokens
+    scheduler.dynamic_sd_lookup = [drafts] * (scheduler.max_num_running_reqs + 1)
 
 
 def multiply_by_slot(wrapper: str) -> None:

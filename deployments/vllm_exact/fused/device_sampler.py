@@ -1,8 +1,9 @@
 """The exact samplers on a GPU: a step draws, verifies drafts and returns without waiting for the device.
 
 Positions come from the model runner's tensors. Tokens, values, positions and drafts of a step are copied after its
-work. They become records on request: vLLM has then waited for the tokens. Invariant: tokens and records are those of
-sampler.py. A batch with rules for tokens, or with requests for likeliest tokens or masks, is drawn as there, and waits.
+work. They become records once they have arrived, at the latest on request: vLLM has then waited for the tokens. A step
+that ran ahead may have drawn for a request that has ended; that leaves no record. Invariant: tokens and records are
+those of sampler.py. A batch with rules for tokens, or with requests for likeliest tokens or masks, is drawn as there, and waits.
 Called by worker.py on GPUs.
 """
 
@@ -53,11 +54,12 @@ class DeviceSampler(ExactSampler):
 
     @property
     def records(self) -> LogprobStore:
-        self.settle()
+        """The records of all tokens that vLLM has received; a step in flight is not waited for."""
+        self.settle(only_arrived=True)
         return self._records
 
     def take_closed(self) -> dict[str, int]:
-        self.settle()
+        self.settle(only_arrived=True)
         return super().take_closed()
 
     def verifier(self) -> "DeviceRejectionSampler":
@@ -72,6 +74,13 @@ class DeviceSampler(ExactSampler):
     def opened_at(self, batch) -> np.ndarray:
         """Returns i64[n]: the position of the first token that was drawn for each request."""
         return self._records.opened_at(batch.slots)
+
+    def still_open(self, batch) -> Callable[[], np.ndarray]:
+        """Returns a function that tells, bool[n], which of the requests have not left their rows of records since
+        now.
+        """
+        taken = self._records.taken(batch.slots)
+        return lambda: self._records.taken(batch.slots) == taken
 
     def must_wait(self, batch) -> bool:
         """Returns whether rows of the batch must be drawn on the host; then all records are made up to now."""
@@ -89,9 +98,11 @@ class DeviceSampler(ExactSampler):
             logits, batch, owner, self._runner.query_start_loc.gpu[1 : len(owner) + 1] - 1
         )
 
+        still_open = self.still_open(batch)
+
         def note(values, places):
             # A row inside a prompt is discarded by vLLM; its token has no place among the request's.
-            rows = np.flatnonzero(places >= self.opened_at(batch))
+            rows = np.flatnonzero((places >= self.opened_at(batch)) & still_open())
             self.note(batch, rows, places[rows], values[rows].T, {})
 
         self.leave(note, values, places)
@@ -154,7 +165,11 @@ class DeviceRejectionSampler(ExactRejectionSampler):
             bars = np.where(batch.stops, batch.columns["tolerance"], np.float32(0.0))
             close = values[:, 2][at] < to_device(bars, logits.device)[:, None]
 
+        still_open = sampler.still_open(batch)
+
         def note(tokens, values, places, drafts):
+            if not still_open().all():  # the step raised afterwards: no step with drafts runs ahead
+                return
             # A row inside a prompt is discarded by vLLM; the token that is drawn at its end replaces its record.
             first = np.maximum(places[rows[:, 0]], sampler.opened_at(batch))
             sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {})

@@ -1,0 +1,121 @@
+"""An engine whose steps are scheduled before the tokens of the ones before have arrived, on a CPU with vLLM's second
+model runner, its Triton kernels and ours interpreted: the tokens and records of an engine that waits.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+from tailrace.deployments.engine.stepper import Stepper
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, sample_key
+from tailrace.deployments.messages.context import GroupRef
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact import worker
+from tailrace.deployments.vllm_exact.engine_config import ASYNC, DraftConfig, EngineConfig
+from tailrace.policies.families.drafting import FixedBudget
+from tests.runner_v2 import second_runner
+
+RUNNING = 3
+TOKENS = 6
+DRAFTED = 3
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_k=20, top_logprobs=2),
+    SamplingParams(temperature=1.0, min_p=0.3, repetition_penalty=1.3, bad_words=("the",)),
+    SamplingParams(temperature=1.0, ignore_eos=True),
+    SamplingParams(temperature=1.0, stop_token_ids=(1955,)),  # the fifth token of its answer
+]
+
+
+@pytest.fixture(scope="module")
+def config(narrow_model):
+    # Prompts of 60 tokens are computed in two steps; the first one's rows are inside of them.
+    sizes = {"max_model_len": 256, "max_running": RUNNING, "max_batched_tokens": 48, "kv_cache_gib": 0.05}
+    return EngineConfig(model=str(narrow_model), draft=DraftConfig(method="group", draft_tokens=DRAFTED), **sizes)
+
+
+@pytest.fixture(scope="module")
+def runner(module_mocker=None):
+    """vLLM's second runner, with our samplers of GPUs."""
+    with pytest.MonkeyPatch.context() as patch, second_runner(patch) as found:
+        from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
+
+        patch.setattr(worker.ExactCPUWorker, "sampler_of", lambda self, runner: SamplerV2(runner))
+        yield found
+
+
+class Engine:
+    """A stepper, and the results of its chunks by name."""
+
+    def __init__(self, config: EngineConfig):
+        self.stepper, self.found = Stepper(config, "engine", 0, 0), {}
+
+    def add(self, one: ChunkRequest) -> None:
+        self.stepper.add(one, time.monotonic())
+
+    def step(self) -> None:
+        self.found |= self.stepper.step()
+
+    def run(self, *chunks: ChunkRequest) -> None:
+        for one in chunks:
+            self.add(one)
+        while self.stepper.busy:
+            self.step()
+
+
+def chunk(name: str, number: int, sampling: SamplingParams, tokens: int, drafts: bool = True) -> ChunkRequest:
+    """A sample of a group of its own. A second chunk of a number is made with the tokens of the first as drafts."""
+    prompt, plan = np.tile(np.arange(100 + number, 112 + number, dtype=np.int32), 5), None
+    if drafts:
+        group, policy = GroupRef(f"b/{number}", f"{number}"), FixedBudget(tokens=DRAFTED)
+        plan = DraftPlan(group, int(name.startswith("again")), 0, tokens, (0, 0), policy)
+    key, shape = sample_key(7, 0, "p", number), (len(prompt), tokens, sampling, 0)
+    return ChunkRequest(name, key, prompt, *shape, draft=plan)
+
+
+def chunks(prefix: str = "", **more) -> list[ChunkRequest]:
+    return [chunk(f"{prefix}{i}", i, one, TOKENS - i % 2, **more) for i, one in enumerate(SAMPLINGS)]
+
+
+def results_of(engine: Engine) -> dict[str, ChunkResult]:
+    """More chunks than run at once, of several lengths; an abort in flight; all again with drafts."""
+    engine.add(chunk("aborted", 9, SamplingParams(ignore_eos=True), 200))
+    for one in chunks():
+        engine.add(one)
+    while len(engine.found) < len(SAMPLINGS):
+        engine.step()
+    engine.stepper.abort("aborted", keep_kv=False)
+    engine.run(*chunks("again ")[:2])
+    return engine.found
+
+
+def same(found: dict[str, ChunkResult], wanted: dict[str, ChunkResult]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        other = wanted[name]
+        assert not isinstance(one, Exception), (name, one)
+        count = min(len(one.token_ids), len(other.token_ids)) if name == "aborted" else None
+        assert one.token_ids[:count].tolist() == other.token_ids[:count].tolist(), name
+        assert count is None or count > TOKENS
+        for field in ("logprobs", "raw_logprobs"):
+            np.testing.assert_allclose(getattr(one, field)[:count], getattr(other, field)[:count], atol=1e-4)
+        assert (one.end, one.close_calls) == (other.end, other.close_calls)
+        assert [[token for token, _ in top] for top in one.top_logprobs] == [
+            [token for token, _ in top] for top in other.top_logprobs
+        ]
+
+
+def test_steps_ahead_have_the_tokens_of_steps_that_wait(config, runner):
+    found = {}
+    for name, settings in (("waits", {"vllm_args": {ASYNC: False}}), ("ahead", {})):
+        engine = Engine(config.model_copy(update={"model_runner": "v2"} | settings))
+        found[name], work = results_of(engine), engine.stepper.stats().work
+        engine.stepper.close()
+        assert (work["steps_ahead"] > work["steps"] // 3) == (name == "ahead")
+        drafted, accepted = (sum(getattr(one, kind) for one in found[name].values())
+                             for kind in ("drafted_tokens", "accepted_tokens"))
+        assert 0 < accepted <= drafted
+    same(found["ahead"], found["waits"])
+    assert {one.end.name for one in found["ahead"].values()} == {"LENGTH", "STOP", "ABORTED"}
