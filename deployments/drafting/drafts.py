@@ -262,9 +262,7 @@ class EngineDrafts:
             drafted.request.spec_token_ids = tokens[row][:budget]
         return bool(waiting or budgets.any())
 
-    def _apart(
-        self, fresh: list[DraftedTokens], ahead: bool
-    ) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
+    def _apart(self, fresh: list[DraftedTokens], ahead: bool) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
         """Returns chunks in the next step, and chunks that skip it because they alternate with their draft models;
         none skips a step that computes already.
         """

@@ -2,7 +2,7 @@
 
 Invariant: an added chunk ends exactly once, by `step`, by `abort` or by the end of the engine.
 A refused chunk changes nothing; a chunk that makes steps raise ends alone, see recovery.py.
-Tokens are collected after each step, so an abort loses no drawn token.
+An abort loses no token that has arrived.
 """
 
 import time

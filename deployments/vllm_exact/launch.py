@@ -60,7 +60,8 @@ def rebind(config: EngineConfig, old_rank: int, new_rank: int) -> None:
 def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None, ahead: bool = False):
     """Starts vLLM's LLMEngine in this process (tensor-parallel workers are separate processes).
 
-    `ahead`: with vLLM's asynchronous scheduler, see async_scheduling.py. vLLM's exceptions about a bad model folder pass through it. Raises ValueError on a reserved `vllm_args` key.
+    `ahead`: with vLLM's asynchronous scheduler, see async_scheduling.py. vLLM's exceptions about a bad model folder
+    pass through it. Raises ValueError on a reserved `vllm_args` key.
     """
     arguments = engine_arguments(config)
     cores = None

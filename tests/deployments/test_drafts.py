@@ -340,3 +340,17 @@ def test_tokens_that_no_draft_was_looked_for_after_are_known_when_their_chunk_en
     drafts.propose()
     assert request.spec_token_ids == ANSWER[1:9], "of all thirteen tokens that the chunk before it has made"
     drafts.stop()
+
+
+def test_a_proposal_beside_a_step_that_computes_already_sets_no_draft():
+    """The step's token is not known yet: a draft would continue the one before it."""
+    drafts = EngineDrafts(DraftConfig(method="group"), 4096, None)
+    engine = Engine(drafts)
+    engine.start(0, 40, 20)
+    name = engine.start(1, 0, 60)
+    request, _ = engine.requests[name]
+    drafts.made(name, ANSWER[:1])
+    assert drafts.propose(ahead=True) and not request.spec_token_ids
+    request.num_tokens += 2
+    drafts.made(name, ANSWER[1:2])
+    assert drafts.propose() and request.spec_token_ids == ANSWER[2:10]

@@ -207,13 +207,13 @@ def test_no_more_tokens_are_stored_than_the_chunk_has(setting, saved, stored):
 def test_prompts_and_pulls_are_measured_where_they_were(setting):
     client = setting.client
     setting.performance.pulled.clear()
-    client.after_step(0.5, False, 11.0)
+    client.after_step(0.5, client.scheduled, False, 11.0)
     setting.connector.scheduled = (64, 2)
-    client.after_step(0.5, True, 12.0)
+    client.after_step(0.5, client.scheduled, True, 12.0)
     assert setting.performance.prompts == [] and setting.performance.pulled == []
     setting.connector.pulls = [(32, 0.125)]
-    client.after_step(0.5, False, 13.0)
-    client.after_step(0.25, True, 14.0)
+    client.after_step(0.5, client.scheduled, False, 13.0)
+    client.after_step(0.25, client.scheduled, True, 14.0)
     assert setting.performance.prompts == [(2, 64, 0.5, 13.0)] and setting.performance.pulled == [(32, 0.125)]
     counts = client.counts()
     assert counts["step_ms.512"] == 3 and counts["step_ms.256"] == 1 and client.counts() == counts

@@ -47,3 +47,27 @@ def test_a_setting_that_v2_cannot_carry_is_refused(given, reason):
     with pytest.raises(ValidationError, match=reason) as refused:
         EngineConfig.model_validate({"model": "m", "model_runner": "v2"} | given)
     assert len(refused.value.errors()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "ahead"),
+    [
+        ({}, True),
+        ({"draft": {"method": "off"}}, True),
+        ({"draft": {"method": "model"}}, True),
+        ({"vllm_args": {"async_scheduling": False}}, False),
+        ({"draft": {"method": "ngram"}}, False),
+        ({"exactness": "bits", "redraw_close_calls": True}, False),
+        ({"model_runner": "v1"}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_steps_run_ahead_on_gpus_unless_something_needs_each_token_first(given, ahead):
+    config = EngineConfig.model_validate({"model": "m", "device": "gpu"} | given)
+    assert config.runs_ahead == ahead
+    assert engine_arguments(config)["async_scheduling"] is False  # vLLM's checks come first, see `launch.started`
+
+
+def test_steps_ahead_that_cannot_be_are_refused():
+    with pytest.raises(ValidationError, match=r"vllm_args\.async_scheduling: it needs device: gpu"):
+        EngineConfig(model="m", vllm_args={"async_scheduling": True})

@@ -2,18 +2,24 @@
 model runner, its Triton kernels and ours interpreted: the tokens and records of an engine that waits.
 """
 
+import asyncio
+import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tailrace.deployments.engine.stepper import Stepper
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, sample_key
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan, sample_key
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact import worker
 from tailrace.deployments.vllm_exact.engine_config import ASYNC, DraftConfig, EngineConfig
+from tailrace.kvpool.pool_config import PoolConfig
+from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 from tailrace.policies.families.drafting import FixedBudget
 from tests.runner_v2 import second_runner
 
@@ -37,7 +43,7 @@ def config(narrow_model):
 
 
 @pytest.fixture(scope="module")
-def runner(module_mocker=None):
+def runner():
     """vLLM's second runner, with our samplers of GPUs."""
     with pytest.MonkeyPatch.context() as patch, second_runner(patch) as found:
         from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
@@ -49,8 +55,8 @@ def runner(module_mocker=None):
 class Engine:
     """A stepper, and the results of its chunks by name."""
 
-    def __init__(self, config: EngineConfig):
-        self.stepper, self.found = Stepper(config, "engine", 0, 0), {}
+    def __init__(self, config: EngineConfig, pool=None):
+        self.stepper, self.found = Stepper(config, "engine", 0, 0, pool), {}
 
     def add(self, one: ChunkRequest) -> None:
         self.stepper.add(one, time.monotonic())
@@ -114,8 +120,77 @@ def test_steps_ahead_have_the_tokens_of_steps_that_wait(config, runner):
         found[name], work = results_of(engine), engine.stepper.stats().work
         engine.stepper.close()
         assert (work["steps_ahead"] > work["steps"] // 3) == (name == "ahead")
-        drafted, accepted = (sum(getattr(one, kind) for one in found[name].values())
-                             for kind in ("drafted_tokens", "accepted_tokens"))
+        kinds = "drafted_tokens", "accepted_tokens"
+        drafted, accepted = (sum(getattr(one, kind) for one in found[name].values()) for kind in kinds)
         assert 0 < accepted <= drafted
     same(found["ahead"], found["waits"])
     assert {one.end.name for one in found["ahead"].values()} == {"LENGTH", "STOP", "ABORTED"}
+
+
+def test_a_step_that_raises_in_flight_loses_no_token(config, runner, monkeypatch):
+    engine = Engine(config.model_copy(update={"model_runner": "v2"}))
+    sampler = engine.stepper._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.sampler
+    inner, raised = type(sampler).__call__, []
+
+    def draws(self, logits, batch, *rest, **given):
+        if not raised and len(batch.req_ids) == RUNNING and engine.stepper._pace.in_flight:
+            raised.append(True)
+            raise RuntimeError("a fault of the device")
+        return inner(self, logits, batch, *rest, **given)
+
+    engine.run(*chunks("first "))
+    monkeypatch.setattr(type(sampler), "__call__", draws)
+    engine.run(*chunks("second "))
+    assert raised
+    by_turn = {"first": {}, "second": {}}
+    for name, one in engine.found.items():
+        by_turn[name.split()[0]][name.split()[1]] = one
+    same(by_turn["second"], by_turn["first"])
+    assert not engine.stepper._pace.in_flight
+    engine.stepper.close()
+
+
+KEPT = []
+"""Ended engines, see test_engine_faults_pool.py."""
+
+
+@pytest.fixture(scope="module")
+def pool():
+    started, ended = Future(), threading.Event()
+
+    async def stay() -> None:
+        async with running_pool(PoolConfig(dram_gib=0.3, lookup_deadline_s=60, load_deadline_s=60)) as pool:
+            started.set_result(pool.endpoint)
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
+    thread.start()
+    yield started.result(timeout=60)
+    ended.set()
+    thread.join()
+
+
+def test_kv_of_a_chunk_that_is_aborted_in_flight_is_that_of_its_tokens(config, runner, pool):
+    engine = Engine(config.model_copy(update={"model_runner": "v2"}), pool)
+    KEPT.append((engine.stepper, engine.stepper._engine))
+    block, warm = config.block_tokens, SamplingParams(temperature=0.8, ignore_eos=True)
+    whole = chunk("whole", 3, warm, 3 * block - 60 + 12, drafts=False)
+    engine.run(whole)
+    first = replace(whole, chunk_id="first", max_tokens=3 * block, kv=KvPlan(0))
+    engine.add(first)
+    while len(first.token_ids) + len(engine.stepper.peek("first")) < 3 * block:  # the step in flight fills a block
+        engine.step()
+    assert engine.stepper._pace.in_flight
+    engine.stepper.abort("first", keep_kv=True)
+    while engine.stepper.busy:
+        engine.step()
+    made = engine.found["first"].token_ids
+    assert engine.stepper.reset_cache()
+    context = np.concatenate([first.token_ids, made])
+    engine.run(replace(first, chunk_id="rest", token_ids=context, max_tokens=whole.max_tokens - len(made)))
+    rest = engine.found["rest"]
+    assert engine.found["first"].stored_tokens == 3 * block and rest.pulled_tokens == 2 * block
+    engine.run(replace(first, chunk_id="later", token_ids=np.append(context, rest.token_ids[0]), max_tokens=8))
+    assert engine.found["whole"].token_ids.tolist() == [*made, *rest.token_ids]
+    assert engine.found["later"].token_ids.tolist() == rest.token_ids[1:9].tolist()
+    assert engine.stepper.stats().work["steps_ahead"] > len(made)

@@ -124,3 +124,33 @@ def test_verification_on_the_device_is_that_of_the_host(device_sampler):
         want = cut_at(verify(drawn[rows], drafts, counts)[0], close)[0]
         got = device_sampler.emitted(*(torch.from_numpy(each) for each in (drawn[rows], drafts, close)))
         assert got.tolist() == want.tolist()
+
+
+def test_a_token_that_arrives_after_its_request_has_ended_leaves_no_record(device_sampler, monkeypatch):
+    """A step that ran ahead has drawn for it. Its row of records is another request's by then."""
+    arrived = []
+    monkeypatch.setattr(device_sampler.HostCopy, "arrived", property(lambda copy: bool(arrived)))
+    runner = runner_of(chunks()[:2])
+    sampler = device_sampler.DeviceSampler(runner)
+
+    def draw(rows):
+        return sampler(logits=LOGITS[rows].clone(), sampling_metadata=None)
+
+    draw([0, 1])
+    arrived.append(True)
+    sampler.settle()
+    arrived.clear()
+    runner.positions = runner.positions + 1
+    draw([2, 3])  # ahead
+    wanted = sampler.records.take("r0", PROMPT, 1)
+    other = runner_of([chunk(7)])
+    runner.requests |= other.requests
+    runner.input_batch, runner.positions, runner.query_start_loc = (
+        other.input_batch, other.positions, other.query_start_loc,
+    )  # fmt: skip
+    draw([4])
+    arrived.append(True)
+    assert np.isfinite(wanted.logprobs).all()
+    taken = sampler.records.take("r7", PROMPT, 2)
+    assert np.isfinite(taken.logprobs[0]) and np.isnan(taken.logprobs[1])
+    assert np.isfinite(sampler.records.take("r1", PROMPT, 2).logprobs).all()
