@@ -1,6 +1,7 @@
 """Steps of vLLM's second model runner: V2 itself lays out a batch, calls the samplers and takes the tokens.
 
-Only its model is not there: the logits of a row are given. See runner_v2.py for a machine without a GPU.
+Only its model is not there: the logits of a row are given. On a machine without a GPU, see
+lab/benchmarks/engine/second_runner.py.
 """
 
 from contextlib import nullcontext

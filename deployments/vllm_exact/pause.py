@@ -1,8 +1,8 @@
 """Pauses a request of vLLM for the next steps, or all of them, with their KV kept, and resumes them.
 
 vLLM has no call for it. Its scheduler skips a running request until the step in `next_decode_eligible_step`
-(vLLM 0.32, `Scheduler.schedule`). Only its async schedulers set that field, and Tailrace never uses them.
-Called on the engine's thread, between two steps.
+(vLLM 0.32, `Scheduler.schedule`). Only its async schedulers set that field, for the requests of a step: no paused one.
+Called on the engine's thread, between two steps, with none in flight.
 """
 
 from collections.abc import Iterator

@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import form_refusal
 from tailrace.deployments.constraints.request_check import sampling_refusal
+from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
-from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan
+from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.errors import FeaturesRefused, RequestRefused, one_line
 from tailrace.deployments.messages.message import first_line
 from tailrace.deployments.messages.sampling import SamplingParams
@@ -24,6 +26,9 @@ from tailrace.kvpool.keys import cache_salt
 
 CONVERSIONS = ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError
 """Kinds of errors raised by values that cannot become a request."""
+
+PARTS = {"adapter": Adapter, "features": PromptFeatures, "kv": KvPlan, "draft": DraftPlan}
+"""Types of a chunk's parts, each of which may be missing."""
 
 MAX_TRIED = 4_096
 """Maximum number of prompts with features, and of items, that are remembered as sound."""
@@ -76,6 +81,9 @@ class Requests:
             return one_line(error)
 
     def _refusal(self, chunk: ChunkRequest) -> str | None:
+        for name, kind in PARTS.items():  # a chunk made by hand, or by another version, may have anything there
+            if not isinstance(part := getattr(chunk, name), kind | None):
+                return f"{name} is a {type(part).__name__}, not {kind.__name__}"
         context = len(chunk.token_ids)
         if not 1 <= context < self._max_model_len:
             return f"context of {context} tokens, max_model_len is {self._max_model_len}"

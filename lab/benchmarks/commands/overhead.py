@@ -12,8 +12,9 @@ MOST_SAMPLES = 512
 @click.command("overhead")
 @click.option("--samples", default="16,64,256", show_default=True, help="Samples at once, with commas between.")
 @click.option("--pool", is_flag=True, help="Also an engine with a KV pool.")
+@click.option("--v2", is_flag=True, help="Also vLLM's second runner, its kernels interpreted: the host's time alone.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(samples, pool, as_json):
+def command(samples, pool, v2, as_json):
     """Milliseconds of a step of our engine beside stock vLLM's, drafts off, missing and hitting, and where ours go.
 
     A random model of two layers with 49,152 tokens on one core. The engines take turns, a few steps each. Parts are
@@ -23,7 +24,7 @@ def command(samples, pool, as_json):
     from tailrace.app.model import resolve_model
     from tailrace.lab.benchmarks.engine.overhead import measure, tables
 
-    result = measure(resolve_model("demo"), counts, pool, say)
+    result = measure(resolve_model("demo"), counts, pool, v2, say)
     if as_json:
         click.echo(json.dumps(result))
         return

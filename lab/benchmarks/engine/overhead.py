@@ -21,10 +21,13 @@ from tailrace.lab.benchmarks.engine.overhead_engines import (
     OFF,
     POOL,
     STOCK,
+    V1,
+    V2,
+    VOCABULARY,
     EngineProcess,
     TimedSteps,
 )
-from tailrace.lab.benchmarks.engine.step_parts import DRAFTING, MODEL, SAMPLER
+from tailrace.lab.benchmarks.engine.step_parts import DRAFTING, KERNELS, MODEL, SAMPLER
 from tailrace.lab.benchmarks.http.servers import tiny_model
 from tailrace.lab.benchmarks.pool.pool_testbed import run, running_pool
 
@@ -35,12 +38,20 @@ FIRST_FAVOURED, FAVOURED = 1_000, 64
 WARM_STEPS = 16
 """Of each engine before the first round: the costs of steps are learned, and drafts that do not pay are known."""
 
+STEPS_V2, WARM_STEPS_V2 = 3, 3
+"""The same for V2, whose interpreted kernels take seconds a step."""
 
-def measure(demo: Path, samples: Sequence[int], with_pool: bool, say: Callable[[str], None]) -> dict:
+
+def measure(demo: Path, samples: Sequence[int], with_pool: bool, with_v2: bool, say: Callable[[str], None]) -> dict:
     """Milliseconds of a step, by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
-    if not with_pool:
-        return _measure(demo, samples, KINDS[:-1], None, say)
-    return run(_with_pool(demo, samples, say))
+    found = run(_with_pool(demo, samples, say)) if with_pool else _measure(demo, samples, KINDS[:-1], None, say)
+    result = {"rounds": ROUNDS, "steps": STEPS, "samples": found}
+    result["host_ratio"] = {V1: {count: each["outside_ratio"] for count, each in found.items()}}
+    if with_v2:
+        second = _measure(demo, samples, (STOCK, OFF), None, say, V2)
+        result["samples_v2"] = second
+        result["host_ratio"][V2] = {count: each["host_ratio"] for count, each in second.items()}
+    return result
 
 
 async def _with_pool(demo: Path, samples: Sequence[int], say: Callable[[str], None]) -> dict:
@@ -54,18 +65,20 @@ def _measure(
     kinds: Sequence[str],
     pool: PoolEndpoint | None,
     say: Callable[[str], None],
+    runner: str = V1,
 ) -> dict:
     with tempfile.TemporaryDirectory(prefix="tailrace-overhead-") as folder:
-        model = str(talkative(tiny_model(demo, Path(folder) / "tiny")))
-        engines = {kind: EngineProcess(model, max(samples), kind, pool) for kind in kinds}
+        # An interpreted kernel takes long for a large vocabulary, and the host's work does not depend on it.
+        vocabulary = {V2: VOCABULARY}.get(runner, 49_152)
+        model = str(talkative(tiny_model(demo, Path(folder) / "tiny", vocabulary)))
+        engines = {kind: EngineProcess(model, max(samples), kind, pool, runner) for kind in kinds}
         try:
-            found = {count: _of_size(engines, count, say) for count in samples}
+            return {count: _of_size(engines, count, runner, say) for count in samples}
         except BrokenProcessPool:
             raise Failed("the process of an engine did not start, or died; see what it wrote above") from None
         finally:
             for engine in engines.values():
                 engine.stop()
-    return {"rounds": ROUNDS, "steps": STEPS, "samples": found}
 
 
 def talkative(folder: Path) -> Path:
@@ -86,17 +99,18 @@ def talkative(folder: Path) -> Path:
     return folder
 
 
-def _of_size(engines: dict[str, EngineProcess], samples: int, say: Callable[[str], None]) -> dict:
+def _of_size(engines: dict[str, EngineProcess], samples: int, runner: str, say: Callable[[str], None]) -> dict:
+    steps, warm_steps = (STEPS_V2, WARM_STEPS_V2) if runner == V2 else (STEPS, WARM_STEPS)
     for kind, engine in engines.items():
         say(f"{samples} samples: prompts of {kind}")
         engine.begin(samples)
-        engine.run(WARM_STEPS)
-    say(f"{samples} samples: {ROUNDS} rounds of {STEPS} steps")
+        engine.run(warm_steps)
+    say(f"{samples} samples: {ROUNDS} rounds of {steps} steps")
     taken: dict[str, list[TimedSteps]] = {kind: [] for kind in engines}
     for turn in range(ROUNDS):
         order = list(engines)
         for kind in order[turn % len(order) :] + order[: turn % len(order)]:
-            taken[kind].append(engines[kind].run(STEPS))
+            taken[kind].append(engines[kind].run(steps))
     for engine in engines.values():
         engine.end()
     return {kind: figures(samples, runs) for kind, runs in taken.items()} | ratios(taken)
@@ -125,11 +139,23 @@ def outside_s(run: TimedSteps) -> float:
     return (run.process_s - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(SAMPLER, 0.0)) / run.steps
 
 
+def host_s(run: TimedSteps, is_stock: bool) -> float:
+    """Seconds of processor time of a step of V2 outside model and kernels: what a GPU may wait for between two passes.
+
+    Of stock vLLM without its drawing, which on a CPU computes; ours draws in kernels, and its host's part counts.
+    """
+    drawing_s = run.parts_s.get(SAMPLER, 0.0) if is_stock else 0.0
+    return (run.process_s - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(KERNELS, 0.0) - drawing_s) / run.steps
+
+
 def ratios(taken: dict[str, Sequence[TimedSteps]]) -> dict[str, float]:
     """Medians over the rounds of what one engine takes over what another takes in the same round."""
     found = {}
     if {STOCK, OFF} <= taken.keys():
         found["outside_ratio"] = _ratio(taken[OFF], taken[STOCK], outside_s)
+        if any(KERNELS in each.parts_s for each in taken[OFF]):
+            pairs = zip(taken[OFF], taken[STOCK], strict=True)
+            found["host_ratio"] = round(median(host_s(one, False) / host_s(other, True) for one, other in pairs), 3)
     for kind in (MISS, HIT, POOL):
         if {OFF, kind} <= taken.keys():
             found[f"{kind}_ratio"] = _ratio(taken[kind], taken[OFF], lambda run: run.process_s / run.steps)
@@ -150,10 +176,12 @@ def tables(result: dict) -> list:
     from rich.table import Table
 
     found = []
-    for samples, of in result["samples"].items():
+    every = [(samples, of, "") for samples, of in result["samples"].items()]
+    every += [(samples, of, ", vLLM's second runner") for samples, of in result.get("samples_v2", {}).items()]
+    for samples, of, runner in every:
         kinds = [kind for kind in KINDS if kind in of]
         caption = ", ".join(f"{name} {value}" for name, value in of.items() if name not in KINDS)
-        table = Table("milliseconds a step", *kinds, title=f"{samples} samples", caption=caption)
+        table = Table("milliseconds a step", *kinds, title=f"{samples} samples{runner}", caption=caption)
         for name in ("wall_ms", "process_ms", "outside_ms", "proposal_ms_per_step", "tokens", "drafted"):
             table.add_row(name, *(str(of[kind][name]) for kind in kinds))
         for part in sorted({part for kind in kinds for part in of[kind]["parts_ms"]}):

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import NamedTuple
@@ -28,6 +29,9 @@ STOCK, OFF, MISS, HIT, POOL = "stock", "off", "miss", "hit", "pool"
 KINDS = (STOCK, OFF, MISS, HIT, POOL)
 """Of engines; the last one is ours without drafts and with a KV pool."""
 
+RUNNERS = V1, V2 = "v1", "v2"
+"""vLLM's model runners. Engines of v2 schedule asynchronously, stock vLLM's as ours; vLLM's v1 does not on a CPU."""
+
 CONTEXT_TOKENS, ANSWER_TOKENS = 32, 1_600
 GROUP = 16
 """Samples of a prompt."""
@@ -35,7 +39,8 @@ GROUP = 16
 HIT_TOKENS = 4
 """Of each draft of HIT; MISS drafts as its policy decides."""
 
-VOCABULARY = 49_152
+VOCABULARY = 2_048
+"""Tokens that prompts and given answers are of."""
 
 
 class TimedSteps(NamedTuple):
@@ -49,18 +54,18 @@ class TimedSteps(NamedTuple):
     parts_s: dict[str, float]  # processor time of the step's thread
 
 
-def config_of(model: str, samples: int, kind: str) -> EngineConfig:
-    """Settings of an engine for at most `samples` at once, on one core."""
+def config_of(model: str, samples: int, kind: str, runner: str) -> EngineConfig:
+    """Settings of an engine for at most `samples` at once, on one core. `runner`: vLLM's; files refuse v2 on a CPU."""
     drafts = DraftConfig(method="group" if kind in (MISS, HIT) else "off")
     settings = {"max_running": samples, "max_model_len": 2_048, "kv_cache_gib": 1.0, "cores": 1}
-    return EngineConfig(model=model, draft=drafts, **settings)
+    return EngineConfig(model=model, draft=drafts, **settings).model_copy(update={"model_runner": runner})
 
 
 class EngineProcess:
     """One engine in a process of its own; its methods are its only calls."""
 
-    def __init__(self, model: str, samples: int, kind: str, pool: PoolEndpoint | None = None):
-        arguments = (config_of(model, samples, kind), kind, pool if kind == POOL else None)
+    def __init__(self, model: str, samples: int, kind: str, pool: PoolEndpoint | None = None, runner: str = V1):
+        arguments = (config_of(model, samples, kind, runner), kind, pool if kind == POOL else None)
         self._process = ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=arguments)
 
     def begin(self, samples: int) -> None:
@@ -83,11 +88,18 @@ class EngineProcess:
 _engine = None
 """The engine that the calls of this process share."""
 
+_kept = ExitStack()
+"""What lasts as long as this process."""
+
 
 def _start(config: EngineConfig, kind: str, pool: PoolEndpoint | None) -> None:
     global _engine  # noqa: PLW0603 - a worker process has no other place for what its calls share
     Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs to stdout, which belongs to the result
+    if config.model_runner == V2:
+        from tailrace.lab.benchmarks.engine.second_runner import second_runner
+
+        _kept.enter_context(second_runner())
     _engine = StockEngine(config) if kind == STOCK else OurEngine(config, kind, pool)
 
 
@@ -136,7 +148,7 @@ class StockEngine(TimedEngine):
 
         plain = launch.engine_arguments
         launch.engine_arguments = lambda config: {k: v for k, v in plain(config).items() if k != "worker_cls"}
-        self._engine = launch.launch(config, 0)
+        self._engine = launch.launch(config, 0, ahead=config.runs_ahead)
         from tailrace.lab.benchmarks.engine.step_parts import around_vllm
 
         around_vllm(self.parts, self._engine)

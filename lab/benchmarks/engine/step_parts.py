@@ -14,6 +14,9 @@ OUTSIDE = "engine"
 MODEL, SAMPLER = "model", "sampler"
 """The parts that are the engine's purpose: forward pass and products with the vocabulary; drawing of tokens."""
 
+KERNELS = "kernels"
+"""Of vLLM's second runner: its Triton kernels, and ours, which a GPU runs while the host goes on."""
+
 DRAFTING = PROPOSALS, FEED = "proposals", "feed"
 """The parts that drafts from the index take of the step's thread."""
 
@@ -58,9 +61,16 @@ def around_vllm(parts: StepParts, engine) -> None:
     """Timers for vLLM's own parts. `engine`: an LLMEngine that steps in this process."""
     core = engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    parts.wrap(runner, MODEL, "_model_forward")
     parts.wrap(runner.model, MODEL, "compute_logits")
-    parts.wrap(runner, SAMPLER, "_sample")
+    if hasattr(runner, "_model_forward"):
+        parts.wrap(runner, MODEL, "_model_forward")
+        parts.wrap(runner, SAMPLER, "_sample")
+    else:
+        from triton.runtime.interpreter import GridExecutor
+
+        parts.wrap(runner.model, MODEL, "forward")
+        parts.wrap(runner, SAMPLER, "sample")
+        parts.wrap(GridExecutor, KERNELS, "__call__")
     parts.wrap(runner, "runner", "execute_model", "sample_tokens")
     parts.wrap(core.scheduler, "scheduler", "schedule", "update_from_output", "update_draft_token_ids")
     parts.wrap(engine.output_processor, "outputs", "process_outputs")

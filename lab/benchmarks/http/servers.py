@@ -51,13 +51,13 @@ class EngineShape(NamedTuple):
     kv_cache_gib: float = 1.0
 
 
-def tiny_model(demo: Path, folder: Path) -> Path:
-    """A folder with random weights and the demo model's tokenizer."""
+def tiny_model(demo: Path, folder: Path, vocabulary: int = 49_152) -> Path:
+    """A folder with random weights and the demo model's tokenizer. `vocabulary`: tokens of the model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=49_152, eos_token_id=2, **SHAPE)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, eos_token_id=2, **SHAPE)).save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(demo / name, folder)
     return folder

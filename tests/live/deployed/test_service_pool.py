@@ -133,14 +133,16 @@ def test_an_update_finds_old_kv_only_where_it_was_asked_for(client, other_weight
 
 
 @pytest.mark.long
-def test_a_replica_that_starts_late_has_the_current_weights_before_it_is_used(client):
+def test_a_replica_that_starts_late_has_the_current_weights_before_it_is_used(client, other_weights):
     wanted = batch("late", samples=4, max_tokens=64)
+    version = run(client.status()).weights_version + 1
+    run(client.update_weights(version, str(other_weights)))
 
     async def both():
         return await asyncio.gather(roll(client, wanted, moving()), kill_a_replica(client, "late"))
 
     groups, _ = run(both())
-    assert {s.weights_version for g in groups.values() for sample in g.samples for s in sample.segments} == {2}
+    assert {s.weights_version for g in groups.values() for sample in g.samples for s in sample.segments} == {version}
 
     async def replaced():
         while len([r for r in (await client.status()).replicas if r.ready]) < 2:

@@ -16,12 +16,11 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPla
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
-from tailrace.deployments.vllm_exact import worker
 from tailrace.deployments.vllm_exact.engine_config import ASYNC, DraftConfig, EngineConfig
 from tailrace.kvpool.pool_config import PoolConfig
+from tailrace.lab.benchmarks.engine.second_runner import second_runner
 from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 from tailrace.policies.families.drafting import FixedBudget
-from tests.runner_v2 import second_runner
 
 RUNNING = 3
 TOKENS = 6
@@ -45,10 +44,7 @@ def config(narrow_model):
 @pytest.fixture(scope="module")
 def runner():
     """vLLM's second runner, with our samplers of GPUs."""
-    with pytest.MonkeyPatch.context() as patch, second_runner(patch) as found:
-        from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
-
-        patch.setattr(worker.ExactCPUWorker, "sampler_of", lambda self, runner: SamplerV2(runner))
+    with second_runner() as found:
         yield found
 
 

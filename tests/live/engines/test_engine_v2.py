@@ -14,10 +14,9 @@ from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
-from tailrace.deployments.vllm_exact import worker
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.lab.benchmarks.engine.second_runner import second_runner
 from tailrace.policies.families.drafting import FixedBudget
-from tests.runner_v2 import second_runner
 
 TOKENS = 5
 SAMPLINGS = [
@@ -62,12 +61,9 @@ def results_of(config, name) -> list:
         engine.stop()
 
 
-def test_an_engine_of_v2_emits_the_same(config, monkeypatch):
+def test_an_engine_of_v2_emits_the_same(config):
     *wanted, _ = results_of(config, "v1")
-    with second_runner(monkeypatch):
-        from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
-
-        monkeypatch.setattr(worker.ExactCPUWorker, "sampler_of", lambda self, runner: SamplerV2(runner))
+    with second_runner():
         *found, stats = results_of(config.model_copy(update={"model_runner": "v2"}), "v2")
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in wanted]
     for one, other in zip(found, wanted, strict=True):

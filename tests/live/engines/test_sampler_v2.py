@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tailrace.deployments.constraints.logit_rules import LogitRules
 from tailrace.deployments.vllm_exact import kernel_cpu
 from tailrace.deployments.vllm_exact.sampler import COLUMNS, extra_args, forced_token
-from tests.runner_v2 import second_runner
+from tailrace.lab.benchmarks.engine.second_runner import second_runner
 from tests.step_runner import PROMPT, chunk
 from tests.step_v2 import DRAFTED, REQUESTS, Steps, runner_v2
 
@@ -25,7 +25,7 @@ READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "a
 
 @pytest.fixture(scope="module")
 def module():
-    with pytest.MonkeyPatch.context() as patch, second_runner(patch) as found:
+    with second_runner() as found:
         yield found
 
 

@@ -1,6 +1,7 @@
 """Our engine: equal tokens however they are computed, and the times of its steps."""
 
 from tailrace.deployments.vllm_exact import launch
+from tailrace.deployments.vllm_exact.engine_config import ASYNC
 from tailrace.lab.benchmarks.gpu.measurements import Measurements
 from tailrace.lab.benchmarks.gpu.place import Place
 from tailrace.lab.benchmarks.gpu.steps import decoding, exactness
@@ -15,16 +16,24 @@ from tailrace.lab.benchmarks.gpu.steps.engine import (
 from tailrace.policies.protocol.exactness import Exactness
 
 
-def inputs(place: Place, runner: str, shape: str = "135M", level: Exactness = "bits", forced: str | None = None):
+def inputs(
+    place: Place,
+    runner: str,
+    shape: str = "135M",
+    level: Exactness = "bits",
+    forced: str | None = None,
+    ahead: bool = True,
+):
     """The arguments that vLLM would get on a GPU."""
-    card, given = place._replace(card=True), settings_of(runner, level, forced)
+    card, given = place._replace(card=True), settings_of(runner, level, forced, ahead)
     config = config_of(card, f"a folder of {shape}", running=256, **given)
     return launch.engine_arguments(config), launch.process_settings(config, None)
 
 
-def settings_of(runner: str, level: Exactness, forced: str | None) -> dict:
-    """Settings of an engine. `forced`: an attention backend that `bits` refuses."""
-    return {"runner": runner, "level": level} | ({} if forced is None else {"attention_backend": forced})
+def settings_of(runner: str, level: Exactness, forced: str | None, ahead: bool) -> dict:
+    """Settings of an engine. `forced`: an attention backend that `bits` refuses. `ahead`: steps may run ahead."""
+    more = {} if ahead else {ASYNC: False}
+    return {"runner": runner, "level": level} | more | ({} if forced is None else {"attention_backend": forced})
 
 
 def exact(step: Measurements, runner: str) -> None:
@@ -33,14 +42,22 @@ def exact(step: Measurements, runner: str) -> None:
     exactness.SameSamples(step, engine, vocabulary_of(step.place, "135M")).compare()
 
 
-def times(step: Measurements, runner: str, shape: str = "135M", level: Exactness = "bits", forced: str | None = None):
+def times(
+    step: Measurements,
+    runner: str,
+    shape: str = "135M",
+    level: Exactness = "bits",
+    forced: str | None = None,
+    ahead: bool = True,
+):
     """Tokens, flips, and times of steps, with CUDA graphs. A dummy model has times alone: all its words are alike.
 
-    `forced`: an attention backend that `bits` refuses, beside batch-invariant products; `level` is then law.
+    `forced`: an attention backend that `bits` refuses, beside batch-invariant products; `level` is then law. `ahead`:
+    steps without drafts may run ahead, with V2.
     """
     if forced is not None:
         force_invariant(launch)
-    engine = started(step, shape, running=256, gib=KV_GIB.get(shape, 8.0), **settings_of(runner, level, forced))
+    engine = started(step, shape, running=256, gib=KV_GIB.get(shape, 8.0), **settings_of(runner, level, forced, ahead))
     vocabulary = vocabulary_of(step.place, shape)
     if shape != "8B":
         exactness.SameSamples(step, engine, vocabulary).compare()

@@ -1,0 +1,59 @@
+"""vLLM's second model runner on a CPU: its own code, its Triton kernels interpreted, as no GPU is there.
+
+vLLM has V2 for CPUs, but refuses it without a Triton that compiles for them. Here V2's files are loaded again, with the
+interpreter's Triton, and engines of ours draw with the samplers of GPUs. Called by overhead_engines.py and by tests.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+from tailrace.lab.benchmarks.engine import interpreted
+
+ROOM, OF_CPUS = "vllm.v1.worker.gpu", "vllm.v1.worker.cpu"
+RELOADED = (ROOM, f"{OF_CPUS}.model_runner")
+
+
+def _loaded() -> dict:
+    return {n: m for n, m in sys.modules.items() if any(n == each or n.startswith(f"{each}.") for each in RELOADED)}
+
+
+@contextmanager
+def second_runner() -> Iterator:
+    """Yields vLLM's module `v1/worker/gpu/model_runner.py`; meanwhile engines of this process may take V2."""
+    interpreted.interpreted()
+    import triton
+    import vllm.config.vllm
+    import vllm.triton_utils
+    import vllm.v1.worker.cpu_worker  # it has the parts of torch that are of GPUs do nothing
+
+    from tailrace.deployments.vllm_exact import worker
+
+    before = _loaded()
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(vllm.config.vllm, "HAS_TRITON", True))
+        for name, value in {"triton": triton, "tl": triton.language, "HAS_TRITON": True}.items():
+            patches.enter_context(patch.object(vllm.triton_utils, name, value))
+        patches.enter_context(patch.object(worker.ExactCPUWorker, "sampler_of", _sampler))
+        patches.enter_context(patch.dict(os.environ, {"TRITON_INTERPRET": "1"}))
+        for name in before:
+            del sys.modules[name]
+        try:
+            import_module(f"{ROOM}.buffer_utils").UvaBuffer = import_module(f"{OF_CPUS}.buffer_utils").UvaBuffer
+            yield import_module(f"{ROOM}.model_runner")
+        finally:
+            for name in _loaded():
+                del sys.modules[name]
+            sys.modules.update(before)
+            interpreted.forget()
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+
+
+def _sampler(_worker, runner):
+    """Replaces `ExactCPUWorker.sampler_of`."""
+    from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
+
+    return SamplerV2(runner)
