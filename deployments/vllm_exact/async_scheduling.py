@@ -48,10 +48,14 @@ class AsyncScheduling:
         self._ahead = ahead
 
     def abandon(self) -> None:
-        """Waits for the steps in flight, and drops their tokens and errors."""
+        """Waits for the steps in flight, and drops their tokens and errors; what they report about the pool's
+        transfers is taken.
+        """
         while self._in_flight:
             with suppress(Exception):
-                self._in_flight.popleft().tokens.result()
+                found = self._in_flight.popleft().tokens.result()
+                if found.kv_connector_output is not None:
+                    self._core.scheduler._update_from_kv_xfer_finished(found.kv_connector_output)
 
     def _step(self) -> tuple[dict, bool]:
         """Returns what `EngineCore.step` returns: outputs by client, and whether the model has run."""

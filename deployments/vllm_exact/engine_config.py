@@ -201,15 +201,15 @@ class EngineConfig(BaseModel):
         if self.vllm_args.get(ASYNC) and not self._can_run_ahead:
             raise KeyedError(
                 f"vllm_args.{ASYNC}",
-                "it needs device: gpu, model_runner: v2, no redraw_close_calls, and draft.method off, group or model; "
-                "change these, or remove it",
+                "it needs device: gpu, model_runner: v2, draft.method off, group or model, no redraw_close_calls and no "
+                "pipeline_parallel_size; change these, or remove it",
             )
         return self
 
     @property
     def _can_run_ahead(self) -> bool:
         waits = self.redraw_close_calls or not (self.draft.is_ours or self.draft.method == "off")
-        return self.model_runner == "v2" and not waits
+        return self.model_runner == "v2" and not waits and self.vllm_args.get("pipeline_parallel_size", 1) == 1
 
     @property
     def runs_ahead(self) -> bool:

@@ -218,7 +218,8 @@ def speculative_config(draft: DraftConfig, model_runner: str = "v1") -> dict | N
 def cache_prefix(config: EngineConfig, pool: PoolEndpoint) -> str:
     """Returns the beginning of the keys of an engine's KV: engines share KV of one form, from one model, alone."""
     form = (config.dtype, config.block_tokens, config.tensor_parallel, pool.config.block_check, config.exactness)
-    form += (sorted(map(repr, config.vllm_args.items())),)  # as the type of the KV, or whether blocks have routes
+    # As the type of the KV, or whether blocks have routes; the order of steps changes no KV.
+    form += (sorted(repr(one) for one in config.vllm_args.items() if one[0] != ASYNC),)
     return f"{PREFIX}-{fingerprint(config.model, *form)}"
 
 

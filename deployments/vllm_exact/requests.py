@@ -81,9 +81,8 @@ class Requests:
             return one_line(error)
 
     def _refusal(self, chunk: ChunkRequest) -> str | None:
-        for name, kind in PARTS.items():  # a chunk made by hand, or by another version, may have anything there
-            if not isinstance(part := getattr(chunk, name), kind | None):
-                return f"{name} is a {type(part).__name__}, not {kind.__name__}"
+        if (reason := of_another_type(chunk)) is not None:
+            return reason
         context = len(chunk.token_ids)
         if not 1 <= context < self._max_model_len:
             return f"context of {context} tokens, max_model_len is {self._max_model_len}"
@@ -91,7 +90,10 @@ class Requests:
             return f"the answer begins at {chunk.prompt_tokens}, {chunk.turn_start} in a context of {context} tokens"
         if chunk.max_tokens < 1:
             return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
-        for name, end in (("sample_key", 1 << 64), ("routes_from", context + 1)):
+        return self._values_refusal(chunk)
+
+    def _values_refusal(self, chunk: ChunkRequest) -> str | None:
+        for name, end in (("sample_key", 1 << 64), ("routes_from", len(chunk.token_ids) + 1)):
             if not 0 <= (number := getattr(chunk, name)) < end or number % 1:
                 return f"{name} is {number}, not a whole number from 0 to {end - 1}"
         tokens = chunk.token_ids if chunk.features is None else None  # models put numbers of their own for items
@@ -216,6 +218,14 @@ class Requests:
     def abort(self, request_id: str) -> None:
         """Stops a request, by vLLM's id, after the step in progress."""
         self._engine.abort_request([request_id], internal=True)
+
+
+def of_another_type(chunk: ChunkRequest) -> str | None:
+    """Returns in a few words which part of a chunk, made by hand or by another version, is not of its type, or None."""
+    for name, kind in PARTS.items():
+        if not isinstance(part := getattr(chunk, name), kind | None):
+            return f"{name} is a {type(part).__name__}, not {kind.__name__}"
+    return None
 
 
 def features_unfit(model) -> str | None:

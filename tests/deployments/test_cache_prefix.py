@@ -31,3 +31,10 @@ def test_the_order_of_arguments_means_nothing(tmp_path):
     args = {"gpu_memory_utilization": 0.5, "kv_cache_dtype": "fp8"}
     turned = dict(reversed(args.items()))
     assert prefix(tmp_path, PoolConfig(), vllm_args=args) == prefix(tmp_path, PoolConfig(), vllm_args=turned)
+
+
+def test_the_order_of_steps_changes_no_kv(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    settings = {"device": "gpu", "pool": PoolConfig()}
+    waits = prefix(tmp_path, vllm_args={"async_scheduling": False}, **settings)
+    assert waits == prefix(tmp_path, **settings)

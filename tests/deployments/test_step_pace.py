@@ -39,15 +39,21 @@ class Core:
     def execute_model(self, scheduled, non_block):
         self.said.append(f"start {scheduled.number}")
         self.last = scheduled
-        return Answer(None if scheduled.total_num_scheduled_tokens else scheduled.number)
+        return Answer(None if scheduled.total_num_scheduled_tokens else SimpleNamespace(number=scheduled.number))
 
     def sample_tokens(self, grammar, non_block):
-        return Answer(self.faults.get(self.last.number, self.last.number))
+        number = self.last.number
+        return Answer(
+            self.faults.get(number, SimpleNamespace(number=number, kv_connector_output=f"transfers {number}"))
+        )
 
     def update_from_output(self, scheduled, found):
-        assert scheduled.number == found
-        self.said.append(f"end {found}")
-        return {0: SimpleNamespace(number=found)}
+        assert scheduled.number == found.number
+        self.said.append(f"end {found.number}")
+        return {0: SimpleNamespace()}
+
+    def _update_from_kv_xfer_finished(self, report):
+        self.said.append(report)
 
     def log_error_detail(self, scheduled):
         return nullcontext()
@@ -89,16 +95,22 @@ def test_steps_without_tokens_are_ended_too():
 
 
 def test_an_error_comes_from_the_step_that_has_it_and_the_rest_can_be_abandoned():
-    core = Core(1, 1, 1)
-    core.faults[1], core.faults[2] = RuntimeError("first"), RuntimeError("second")
+    core = Core(1, 1, 1, 1)
+    core.faults[1] = RuntimeError("first")
     scheduling = AsyncScheduling(core)
     core.said_of(scheduling, True)
     with pytest.raises(RuntimeError, match="first"):
         core.said_of(scheduling, True)
     assert scheduling.in_flight == 1
+    core.said.clear()
     scheduling.abandon()
+    assert core.said == ["transfers 2"], "else results would wait for saves that have ended"
     core.said.clear()
     assert scheduling.in_flight == 0 and core.said_of(scheduling, False) == ["start 3", "end 3"]
+    core.faults[4] = RuntimeError("second")
+    core.said_of(scheduling, True)
+    scheduling.abandon()
+    assert scheduling.in_flight == 0
 
 
 def chunk(drafts=(), is_out=False):

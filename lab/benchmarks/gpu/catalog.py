@@ -54,8 +54,8 @@ STEPS = (
          " the same times", {"level": "law"}, EAGER, dry=True),
     CheckStep("stock_ships", 50, 150, 2, f"{ROOM}.plain_loop:loop", "stock vLLM as it ships: its own process,"
          " asynchronous scheduling", {"waits": False}, EAGER),
-    _ours("v2_law", 80, 180, 2, "as v2 at `law`, the default on GPUs: vLLM's own kernels, steps ahead; flips counted, the speed",
-          runner="v2", level="law"),
+    _ours("v2_law", 80, 180, 2, "as v2 at `law`, the default on GPUs: vLLM's own kernels, steps ahead; flips counted,"
+          " the speed", runner="v2", level="law"),
     _ours("v2", 100, 200, 2, "as v1, with vLLM's second model runner", runner="v2"),
     _ours("v2_law_waits", 80, 180, 3, "as v2_law, each step after the tokens of the one before", runner="v2",
           level="law", ahead=False),

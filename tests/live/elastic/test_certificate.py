@@ -38,7 +38,18 @@ def test_every_run_is_identical_and_a_corruption_is_named(names, client, file, m
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(PROMPTS.read_text().splitlines()[:4]))
     tokens = "72" if names is SHORT else "160"  # a scale-down on a busy machine takes a while
-    what = ["--prompts", str(prompts), "--samples", "3", "--max-tokens", tokens, "--only", "runs", "--corrupt", "--json"]
+    what = [
+        "--prompts",
+        str(prompts),
+        "--samples",
+        "3",
+        "--max-tokens",
+        tokens,
+        "--only",
+        "runs",
+        "--corrupt",
+        "--json",
+    ]
     what += ["--config", str(tmp_path / "serve.yaml")]
     code = run(["verify", *what, *(part for name in names for part in ("--runs", name))])
     said = capsys.readouterr()
