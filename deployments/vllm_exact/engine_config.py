@@ -201,7 +201,7 @@ class EngineConfig(BaseModel):
         if self.vllm_args.get(ASYNC) and not self._can_run_ahead:
             raise KeyedError(
                 f"vllm_args.{ASYNC}",
-                "it needs device: gpu, model_runner: v2, draft.method off, group or model, no redraw_close_calls and no "
+                "it needs device: gpu, model_runner: v2, draft.method off, group or model, no redraw_close_calls, no "
                 "pipeline_parallel_size; change these, or remove it",
             )
         return self

@@ -1,10 +1,14 @@
 """Parts of `bench overhead` that need no vLLM: timers around parts, and ratios of engines."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tailrace.app.cli import run
 from tailrace.lab.benchmarks.engine.overhead import figures, ratios, tables
 from tailrace.lab.benchmarks.engine.overhead_engines import TimedSteps
+from tailrace.lab.benchmarks.engine.recorded_kernels import MOST_VALUES, RecordedKernels
 from tailrace.lab.benchmarks.engine.step_parts import OUTSIDE, StepParts
 
 
@@ -57,6 +61,47 @@ def test_ratios_are_of_the_same_rounds():
     found = ratios(taken)
     assert found == {"outside_ratio": 2.0, "miss_ratio": 1.5, "miss_wall_ratio": 1.5}
     assert ratios({"off": taken["off"]}) == {}
+
+
+def test_the_host_of_the_second_runner_is_all_of_its_thread_but_model_and_kernels():
+    def second(kernels_s: float, sampler_s: float) -> TimedSteps:
+        parts_s = {"model": 1.0, "kernels": kernels_s, "sampler": sampler_s, "runner": 0.5}
+        return TimedSteps(steps=2, tokens=2, drafted=0, wall_s=9.0, process_s=9.0, parts_s=parts_s)
+
+    found = ratios({"stock": [second(3.0, 1.5)], "off": [second(4.0, 1.0)]})
+    assert found["host_ratio"] == 0.75
+
+
+class Grid:
+    """Stands for Triton's GridExecutor: a launch adds 1 to its first tensor."""
+
+    def __init__(self, fn: str):
+        self.fn = fn
+
+    def __call__(self, tensor, *, other=None) -> None:
+        tensor += 1
+
+
+def test_a_recorded_launch_writes_what_it_wrote_and_another_one_is_run():
+    grid, runner = type("Own", (Grid,), {}), SimpleNamespace(execute_model=lambda: None)
+    kernels, large = RecordedKernels(grid, runner), torch.zeros(MOST_VALUES + 1)
+
+    def step(*more: str) -> list[float]:
+        runner.execute_model()
+        tensors = [torch.zeros(1) for _ in range(2 + len(more))]
+        for name, tensor in zip(("first", *more, "last"), tensors, strict=True):
+            grid(name)(tensor, other=large)
+        return [float(tensor) for tensor in tensors]
+
+    first = torch.full((1,), 4.0)
+    with kernels.record():
+        runner.execute_model()
+        grid("first")(first)
+        grid("last")(torch.full((1,), 7.0), other=large)
+    assert step() == [5.0, 8.0]
+    assert step("between") == [5.0, 1.0, 8.0], "a launch that is not in the record"
+    kernels.stop()
+    assert step() == [1.0, 1.0]
 
 
 def test_figures_are_of_a_step():

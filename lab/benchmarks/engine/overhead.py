@@ -38,9 +38,6 @@ FIRST_FAVOURED, FAVOURED = 1_000, 64
 WARM_STEPS = 16
 """Of each engine before the first round: the costs of steps are learned, and drafts that do not pay are known."""
 
-STEPS_V2, WARM_STEPS_V2 = 3, 3
-"""The same for V2, whose interpreted kernels take seconds a step."""
-
 
 def measure(demo: Path, samples: Sequence[int], with_pool: bool, with_v2: bool, say: Callable[[str], None]) -> dict:
     """Milliseconds of a step, by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
@@ -73,7 +70,7 @@ def _measure(
         model = str(talkative(tiny_model(demo, Path(folder) / "tiny", vocabulary)))
         engines = {kind: EngineProcess(model, max(samples), kind, pool, runner) for kind in kinds}
         try:
-            return {count: _of_size(engines, count, runner, say) for count in samples}
+            return {count: _of_size(engines, count, say) for count in samples}
         except BrokenProcessPool:
             raise Failed("the process of an engine did not start, or died; see what it wrote above") from None
         finally:
@@ -99,18 +96,17 @@ def talkative(folder: Path) -> Path:
     return folder
 
 
-def _of_size(engines: dict[str, EngineProcess], samples: int, runner: str, say: Callable[[str], None]) -> dict:
-    steps, warm_steps = (STEPS_V2, WARM_STEPS_V2) if runner == V2 else (STEPS, WARM_STEPS)
+def _of_size(engines: dict[str, EngineProcess], samples: int, say: Callable[[str], None]) -> dict:
     for kind, engine in engines.items():
         say(f"{samples} samples: prompts of {kind}")
         engine.begin(samples)
-        engine.run(warm_steps)
-    say(f"{samples} samples: {ROUNDS} rounds of {steps} steps")
+        engine.run(WARM_STEPS)
+    say(f"{samples} samples: {ROUNDS} rounds of {STEPS} steps")
     taken: dict[str, list[TimedSteps]] = {kind: [] for kind in engines}
     for turn in range(ROUNDS):
         order = list(engines)
         for kind in order[turn % len(order) :] + order[: turn % len(order)]:
-            taken[kind].append(engines[kind].run(steps))
+            taken[kind].append(engines[kind].run(STEPS))
     for engine in engines.values():
         engine.end()
     return {kind: figures(samples, runs) for kind, runs in taken.items()} | ratios(taken)
@@ -139,13 +135,11 @@ def outside_s(run: TimedSteps) -> float:
     return (run.process_s - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(SAMPLER, 0.0)) / run.steps
 
 
-def host_s(run: TimedSteps, is_stock: bool) -> float:
-    """Seconds of processor time of a step of V2 outside model and kernels: what a GPU may wait for between two passes.
-
-    Of stock vLLM without its drawing, which on a CPU computes; ours draws in kernels, and its host's part counts.
+def host_s(run: TimedSteps) -> float:
+    """Seconds of processor time of a step of V2, of its thread, outside model and kernels: what a GPU would wait for
+    between two passes, were it not for steps ahead.
     """
-    drawing_s = run.parts_s.get(SAMPLER, 0.0) if is_stock else 0.0
-    return (run.process_s - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(KERNELS, 0.0) - drawing_s) / run.steps
+    return (sum(run.parts_s.values()) - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(KERNELS, 0.0)) / run.steps
 
 
 def ratios(taken: dict[str, Sequence[TimedSteps]]) -> dict[str, float]:
@@ -154,8 +148,7 @@ def ratios(taken: dict[str, Sequence[TimedSteps]]) -> dict[str, float]:
     if {STOCK, OFF} <= taken.keys():
         found["outside_ratio"] = _ratio(taken[OFF], taken[STOCK], outside_s)
         if any(KERNELS in each.parts_s for each in taken[OFF]):
-            pairs = zip(taken[OFF], taken[STOCK], strict=True)
-            found["host_ratio"] = round(median(host_s(one, False) / host_s(other, True) for one, other in pairs), 3)
+            found["host_ratio"] = _ratio(taken[OFF], taken[STOCK], host_s)
     for kind in (MISS, HIT, POOL):
         if {OFF, kind} <= taken.keys():
             found[f"{kind}_ratio"] = _ratio(taken[kind], taken[OFF], lambda run: run.process_s / run.steps)

@@ -113,12 +113,35 @@ def prompt(number: int) -> np.ndarray:
 
 
 class TimedEngine:
-    """What both engines share: a number for each begin, and timed steps."""
+    """What both engines share: a number for each begin, and timed steps. `kernels`: those of vLLM's second runner."""
+
+    kernels = None
 
     def __init__(self):
         from tailrace.lab.benchmarks.engine.step_parts import StepParts
 
         self.parts, self.begun, self.names = StepParts(), 0, []
+
+    def take_kernels(self, engine) -> None:
+        """Takes the kernels of an engine of vLLM's second runner. Before the timers: what they time is a replay."""
+        from triton.runtime.interpreter import GridExecutor
+
+        from tailrace.lab.benchmarks.engine.recorded_kernels import RecordedKernels
+
+        core = engine.engine_core.engine_core
+        self.kernels = RecordedKernels(GridExecutor, core.model_executor.driver_worker.worker.model_runner)
+
+    def settle(self) -> None:
+        """Records the kernels of a step, all samples decoding, and has them replayed from then on."""
+        if self.kernels is not None:
+            self.turn()
+            with self.kernels.record():
+                self.turn()
+
+    def forget(self) -> None:
+        """Has kernels interpreted again: another batch comes."""
+        if self.kernels is not None:
+            self.kernels.stop()
 
     def run(self, steps: int) -> TimedSteps:
         tokens, drafted, wall_s, process_s = self.made(), 0, 0.0, 0.0
@@ -149,6 +172,8 @@ class StockEngine(TimedEngine):
         plain = launch.engine_arguments
         launch.engine_arguments = lambda config: {k: v for k, v in plain(config).items() if k != "worker_cls"}
         self._engine = launch.launch(config, 0, ahead=config.runs_ahead)
+        if config.model_runner == V2:
+            self.take_kernels(self._engine)
         from tailrace.lab.benchmarks.engine.step_parts import around_vllm
 
         around_vllm(self.parts, self._engine)
@@ -167,6 +192,7 @@ class StockEngine(TimedEngine):
         waiting = {f"{self.begun}-{number}" for number in range(samples)}
         while waiting:
             waiting -= {output.request_id for output in self._engine.step()}
+        self.settle()
 
     def turn(self) -> None:
         self._tokens += sum(len(output.outputs[0].token_ids) for output in self._engine.step())
@@ -178,6 +204,7 @@ class StockEngine(TimedEngine):
         return 0
 
     def end(self) -> None:
+        self.forget()
         self._engine.abort_request(self.names, internal=True)
         self.names.clear()
         while self._engine.has_unfinished_requests():
@@ -205,6 +232,8 @@ class OurEngine(TimedEngine):
 
         feed = Answers(self._answers) if kind in (MISS, HIT) else None
         self._stepper = Stepper(config=config, replica_id="bench", weights_version=0, rank=0, pool=pool, feed=feed)
+        if config.model_runner == V2:
+            self.take_kernels(self._stepper._engine)
         around_ours(self.parts, self._stepper)
         self._loop = EngineLoop(self._stepper)
 
@@ -213,9 +242,10 @@ class OurEngine(TimedEngine):
         for number in range(samples):
             chunk = self._chunk(number)
             self.names.append(chunk.chunk_id)
-            self._loop.submit(chunk, _refuse)
+            self._loop.submit(chunk, self._take)
         while not all(one.first_token_s for one in self._running()) or len(self._running()) < samples:
             self._loop.turn(0.0)
+        self.settle()
 
     def _chunk(self, number: int) -> ChunkRequest:
         group, forced = f"{self.begun}/{number // GROUP}", None
@@ -243,6 +273,13 @@ class OurEngine(TimedEngine):
             forced=forced,
         )
 
+    def _take(self, result) -> None:
+        """Takes a chunk's result. A chunk that fails ends the benchmark: its engine has no work left. After replayed
+        kernels each one has failed, because its records are all of one position.
+        """
+        if isinstance(result, Exception) and self.kernels is None:
+            raise result
+
     def _running(self) -> list:
         return list(self._stepper._running.values())
 
@@ -257,14 +294,9 @@ class OurEngine(TimedEngine):
         return sum(len(one.request.spec_token_ids) for one in self._running())
 
     def end(self) -> None:
+        self.forget()
         for name in self.names:
             self._loop.abort(name)
         self.names.clear()
         while self._stepper.busy:
             self._loop.turn(0.0)
-
-
-def _refuse(result) -> None:
-    """Takes a chunk's result. A chunk that fails ends the benchmark: its engine has no work left."""
-    if isinstance(result, Exception):
-        raise result
