@@ -9,6 +9,7 @@ It takes logprobs from `ExactSampler.records`.
 """
 
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
@@ -162,8 +163,9 @@ class ExactSampler:
         """
         self._records.write(batch.slots[rows], positions, *values)
         self._records.write_more(batch.slots[rows], positions, rows, more)
-        closed = np.flatnonzero(batch.stops[rows] & (values[2] < batch.columns["tolerance"][rows]))
-        self.close(batch, rows[closed], positions[closed])
+        if batch.stops.any():
+            closed = np.flatnonzero(batch.stops[rows] & (values[2] < batch.columns["tolerance"][rows]))
+            self.close(batch, rows[closed], positions[closed])
 
     def note_drafts(self, batch: _Batch, first, counts, rows, drafts, tokens, values, more) -> np.ndarray:
         """Stores the records of a step with drafts, and its close calls. Returns the tokens i32[n, w] that it emits.
@@ -192,10 +194,10 @@ class ExactSampler:
             none = {"states": [], "replays": {}, "slots": None, "rules": {}, "tops": {}, "masks": ()}
             return _Batch(columns=_columns([WARM_UP] * count), stops=nothing, **none), np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
-        states = [self._runner.requests[req_id] for req_id in held.req_ids]
+        states = list(map(self._runner.requests.__getitem__, held.req_ids))
         known = self._batch
         # A batch is often unchanged for many steps. State objects are compared, because ids may be used again.
-        if known and len(known.states) == count and all(a is b for a, b in zip(known.states, states, strict=True)):
+        if known and len(known.states) == count and all(map(is_, known.states, states)):
             return known, positions
         args = [(state.sampling_params.extra_args or {}).get(ARGS_KEY, WARM_UP) for state in states]
         replays = {i: a for i, a in enumerate(args) if a["forced"] is not None}

@@ -44,7 +44,7 @@ class StepView:
         """Sets the InputBatch that the following calls see."""
         drafts = np.diff(step.cu_num_logits_np).astype(np.int64) - 1
         drawn = step.num_computed_tokens_np + step.num_scheduled_tokens - drafts  # after last tokens, without drafts
-        ours = all(name in self.requests for name in step.req_ids)
+        ours = self.requests.keys() >= set(step.req_ids)
         self.positions, self.query_start_loc = step.positions, SimpleNamespace(gpu=step.query_start_loc)
         self.input_batch = SimpleNamespace(
             req_ids=step.req_ids,
@@ -129,7 +129,8 @@ class SamplerV2(DeviceSampler):
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
         counts = get_num_sampled_and_rejected(
-            (tokens >= 0).sum(1, dtype=torch.int32),
+            # Not `ones` kept from before: V2 changes the tensor in place.
+            tokens.new_ones(len(tokens)) if tokens.shape[1] == 1 else (tokens >= 0).sum(1, dtype=torch.int32),
             step.seq_lens,
             step.cu_num_logits,
             step.idx_mapping,
