@@ -141,10 +141,6 @@ class EngineDrafts:
         """Waits for the histories of open groups. Only for replays on a modelled clock and for checks of an engine."""
         self._groups.settle()
 
-    def made(self, chunk_id: str, tokens: list[int]) -> None:
-        """Records the tokens of one chunk, see `made_by`."""
-        self.made_by([(chunk_id, tokens)])
-
     def made_by(self, made: Iterable[tuple[str, list[int]]]) -> None:
         """Records the tokens that a step has emitted for each chunk: the accepted part of its draft, and one more."""
         began_s, self._now_s = time.perf_counter(), time.monotonic()
@@ -218,9 +214,8 @@ class EngineDrafts:
                     self._feed.append(ref, sample, start, tokens)
 
     def propose(self, ahead: bool = False) -> bool:
-        """Sets the next draft on each continuing request, after a step. Returns whether there is one.
-
-        `ahead`: the next step computes already. Then nothing is set, and it returns whether drafts would have paid.
+        """Sets the next draft on each continuing request, after a step. Returns whether there is one. `ahead`: the next
+        step computes already; nothing is set then, and it returns whether a draft would have paid.
         """
         began_s = time.perf_counter()
         fresh, self._fresh = self._fresh, []
@@ -263,9 +258,7 @@ class EngineDrafts:
         return bool(waiting or budgets.any())
 
     def _apart(self, fresh: list[DraftedTokens], ahead: bool) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
-        """Returns chunks in the next step, and chunks that skip it because they alternate with their draft models;
-        none skips a step that computes already.
-        """
+        """Returns chunks in the next step, and those that skip it, if they can, to alternate with their draft models."""
         if self._model is None:
             return fresh, []
         self._model.exchange()

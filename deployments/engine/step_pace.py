@@ -1,4 +1,4 @@
-"""Which steps of an engine run ahead (see async_scheduling.py), and the seconds of each step.
+"""Runs the steps of an engine: which of them run ahead (see async_scheduling.py), and the seconds and counts of each.
 
 A step waits if a chunk has a draft, while drafts pay, and during the search after a step that raised. Drafts continue
 the last token, so a step that runs ahead of it cannot verify them. Invariant: seconds are those between the tokens of
@@ -6,12 +6,14 @@ two steps, without the commands that the engine obeys in between. They hold the 
 behind the device's, so the measured cost of steps decides whether drafts are worth waiting for. Owned by the stepper.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from tailrace.deployments.engine.engine_chunk import EngineChunk
-from tailrace.deployments.vllm_exact.async_scheduling import AsyncScheduling
+from tailrace.deployments.engine.engine_chunk import EngineChunk, tokens_to_verify
+from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
+from tailrace.deployments.messages.chunk import STEP_BOUNDS_S
 
 WAITING_STEPS = 2
 """Number of steps that wait after drafts paid: the one that verifies them, and one more. A return to steps ahead costs
@@ -30,14 +32,34 @@ class StepWork(NamedTuple):
     scheduled: tuple[int, int] = (0, 0)
 
 
-class StepPace:
-    """`scheduling`: None if all steps of the engine wait."""
+class StepDone(NamedTuple):
+    """A call for one step, on the clock's times. `outputs` are of the step that did `work` in `took_s`; there are none,
+    and `work` is None, if the call has only started a step ahead.
+    """
 
-    def __init__(self, scheduling: AsyncScheduling | None):
-        self._scheduling = scheduling
+    outputs: list[StepOutput]
+    began_s: float
+    ended_s: float
+    work: StepWork | None
+    took_s: float
+
+
+class StepPace:
+    """`now`: a monotonic clock. `scheduled`: returns the tokens and requests of the step that was started last."""
+
+    def __init__(
+        self, outputs: StepOutputs, now: Callable[[], float], scheduled: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    ):
+        self._outputs, self._scheduling, self._scheduled, self._now = outputs, outputs.scheduling, scheduled, now
         self._started: deque[StepWork] = deque()
         self._waiting = 0  # steps that wait whether or not they have drafts
-        self._began_s = self._ended_s = self._spent_s = 0.0
+        self._ended_s = self._spent_s = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Sets the counts to 0: of steps, of the tokens that came, and of the samples that each of them verified."""
+        self.counts = Counter(dict.fromkeys(("steps", "steps_ahead", "step_us", "tokens", "verifications"), 0))
+        self.durations = [0] * (len(STEP_BOUNDS_S) + 1)
 
     @property
     def in_flight(self) -> int:
@@ -49,36 +71,25 @@ class StepPace:
         """True if a step in flight computes a token; one that waits for KV computes none."""
         return self._scheduling is not None and self._scheduling.computing
 
-    def begin(self, chunks: Iterable[EngineChunk], may_run_ahead: bool, now_s: float) -> bool:
-        """Returns whether the next step of these chunks runs ahead."""
-        self._began_s = now_s
-        if self._scheduling is None or self._waiting or not may_run_ahead:
-            return False
-        requests = [one.request for one in chunks if not one.is_out]
-        return bool(requests) and not any([request.spec_token_ids for request in requests])
+    def step(self, chunks: Collection[EngineChunk], may_run_ahead: bool) -> StepDone:
+        """Runs the next step of these chunks, or starts it and ends the one before."""
+        context_tokens = sum([one.request.num_computed_tokens for one in chunks])
+        began_s, work = self._now(), StepWork(tokens_to_verify(chunks), context_tokens, self.in_flight > 0)
+        outputs = self._outputs.step(self._runs_ahead(chunks, may_run_ahead))
+        self._ended_s = ended_s = self._now()
+        return StepDone(outputs, began_s, ended_s, *self._ended(work, ended_s - began_s))
 
-    def end(self, work: StepWork, now_s: float) -> tuple[StepWork, float] | None:
-        """Records that the call of the step has returned. `work`: of the step that it has started, if it has.
-
-        Returns the work and the seconds of the step whose tokens it has brought; None if it has brought none.
-        """
-        self._ended_s, took_s = now_s, now_s - self._began_s
-        if self._scheduling is None:
-            return work, took_s
-        if self._scheduling.started:
-            self._started.append(work)
-        self._spent_s += took_s
-        if not self._scheduling.ended:
-            return None
-        took_s, self._spent_s = self._spent_s, 0.0
-        return self._started.popleft(), took_s
-
-    def leave(self, now_s: float, drafts_pay: bool, has_chunks: bool) -> None:
+    def leave(self, drafts_pay: bool, has_chunks: bool) -> None:
         """Records that the stepper is done with the tokens of a step. `drafts_pay`: of the next step, or would if it
         waited.
         """
-        self._spent_s = now_s - self._ended_s if has_chunks else 0.0
+        self._spent_s = self._now() - self._ended_s if has_chunks else 0.0
         self._waiting = WAITING_STEPS if drafts_pay else max(0, self._waiting - 1)
+
+    def finish(self) -> None:
+        """Ends the steps in flight, which compute nothing that is still wanted. Commands may follow."""
+        while self.in_flight:
+            self.step((), False)
 
     def abandon(self) -> None:
         """Drops the steps in flight, after an error."""
@@ -86,3 +97,23 @@ class StepPace:
             self._scheduling.abandon()
         self._started.clear()
         self._spent_s = 0.0
+
+    def _runs_ahead(self, chunks: Collection[EngineChunk], may_run_ahead: bool) -> bool:
+        if self._scheduling is None or self._waiting or not may_run_ahead:
+            return False
+        requests = [one.request for one in chunks if not one.is_out]
+        return bool(requests) and not any([request.spec_token_ids for request in requests])
+
+    def _ended(self, work: StepWork, took_s: float) -> tuple[StepWork | None, float]:
+        """Counts a call that took so long. Returns what the step did whose tokens it has brought, and its seconds."""
+        if self._scheduling is None or self._scheduling.started:
+            self._started.append(work._replace(scheduled=self._scheduled()))
+        if self._scheduling is not None:
+            self._spent_s += took_s
+            if not self._scheduling.ended:
+                return None, 0.0
+            took_s, self._spent_s = self._spent_s, 0.0
+        done = self._started.popleft()
+        self.counts.update(steps=1, steps_ahead=done.ahead, step_us=int(took_s * 1e6))
+        self.durations[bisect_left(STEP_BOUNDS_S, took_s)] += 1
+        return done, took_s

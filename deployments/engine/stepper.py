@@ -6,8 +6,6 @@ An abort loses no token that has arrived.
 """
 
 import time
-from bisect import bisect_left
-from collections import Counter
 
 import numpy as np
 
@@ -15,13 +13,13 @@ from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.adapters import Adapters
-from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, tokens_to_verify
+from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun
 from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.recovery import Recovery
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
-from tailrace.deployments.engine.step_pace import StepPace, StepWork
-from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.engine.step_pace import StepDone, StepPace
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.errors import RequestRefused, one_line
 from tailrace.deployments.vllm_exact.async_scheduling import DEPTH
@@ -50,7 +48,7 @@ class Stepper:
     ):
         began_s, self._engine = time.monotonic(), launch(config, rank, pool, config.runs_ahead)
         self._outputs = StepOutputs(self._engine)
-        self._pace = StepPace(self._outputs.scheduling)
+        self._pace = StepPace(self._outputs, time.monotonic, lambda: self._link.scheduled if self._link else (0, 0))
         self.weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
@@ -86,11 +84,9 @@ class Stepper:
         parts = self._requests, self._redraws, self._link, max(DEPTH, 1 + self._constant["draft_tokens"])
         self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
         self._suspects = self._recovery.suspects
-        self._work = Counter(dict.fromkeys(("steps", "steps_ahead", "step_us", "tokens", "verifications"), 0))
-        self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
         warmup.warm_up(self, config.max_running, config.draft.draft_tokens if self._drafts is not None else 0)
         self.reset_cache()
-        self._work, self._step_counts = Counter(dict.fromkeys(self._work, 0)), [0] * len(self._step_counts)
+        self._pace.reset()
         self._performance.start_s = time.monotonic() - began_s
 
     def draft_for_all(self, token_ids: list[int]) -> None:
@@ -205,51 +201,31 @@ class Stepper:
         self._suspects.leave(chunk_id)
 
     def _step(self) -> list[tuple[str, list[int]]]:
-        """Runs one engine step. Returns the tokens that arrived, by chunk id; of a step that runs ahead, those of the
-        one before.
-        """
-        chunks = self._running.values()
-        context_tokens = sum([one.request.num_computed_tokens for one in chunks])
-        began_s = time.monotonic()
-        ahead = self._pace.begin(chunks, self._suspects.quiet, began_s)
-        work = StepWork(tokens_to_verify(chunks), context_tokens, self._pace.in_flight > 0)
-        outputs = self._outputs.step(ahead)
-        ended_s = time.monotonic()
-        self._redraws.after_step(outputs, self._running)
+        """Runs one engine step. Returns the tokens that arrived, by chunk id."""
+        step = self._pace.step(self._running.values(), self._suspects.quiet)
+        self._redraws.after_step(step.outputs, self._running)
         for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
-            running.scheduled_s = began_s
+            running.scheduled_s = step.began_s
             del self._unscheduled[running.chunk.chunk_id]
-        if self._link is not None:
-            work = work._replace(scheduled=self._link.scheduled)
-        ended = self._pace.end(work, ended_s)
-        made = [] if ended is None else self._after(outputs, *ended, ended_s)
+        made = [] if step.work is None else self._after(step)
         if not self._running:
-            self._finish_steps()
+            self._pace.finish()
         return made
 
-    def _after(
-        self, outputs: list[StepOutput], work: StepWork, took_s: float, now_s: float
-    ) -> list[tuple[str, list[int]]]:
-        """Takes the tokens of a step that took `took_s` for `work`, proposes drafts, and hears from the pool."""
-        self._work.update(steps=1, steps_ahead=work.ahead, step_us=int(took_s * 1e6))
-        self._step_counts[bisect_left(STEP_BOUNDS_S, took_s)] += 1
-        made, made_tokens = self._receive(outputs, now_s)
-        self._performance.step(len(made), work.verified_tokens, took_s, made_tokens, now_s, work.context_tokens)
-        self.progress_s = now_s if outputs else self.progress_s
-        if not (outputs or self._pace.computing):
+    def _after(self, step: StepDone) -> list[tuple[str, list[int]]]:
+        """Takes the tokens of a step, proposes drafts, and hears from the pool."""
+        made, made_tokens = self._receive(step.outputs, step.ended_s)
+        took = step.work.verified_tokens, step.took_s, made_tokens, step.ended_s, step.work.context_tokens
+        self._performance.step(len(made), *took)
+        self.progress_s = step.ended_s if step.outputs else self.progress_s
+        if not (step.outputs or self._pace.computing):
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         drafts_pay = self._drafts is not None and self._drafts.propose(ahead=self._pace.in_flight > 0)
         if self._link is not None:
-            self._link.after_step(took_s, work.scheduled, work.verified_tokens > 0, now_s)
+            self._link.after_step(step.took_s, step.work.scheduled, step.work.verified_tokens > 0, step.ended_s)
             self._ended += self._link.release()
-        self._pace.leave(time.monotonic(), drafts_pay, bool(self._running))
+        self._pace.leave(drafts_pay, bool(self._running))
         return made
-
-    def _finish_steps(self) -> None:
-        """Ends the steps in flight, which compute nothing that is still wanted. Commands may follow."""
-        while self._pace.in_flight:
-            self._outputs.step()
-            self._pace.end(StepWork(0, 0, False), time.monotonic())
 
     def _receive(self, outputs: list[StepOutput], ended_s: float) -> tuple[list[tuple[str, list[int]]], int]:
         """Takes the outputs of a step, in one pass; redraws may add some. Returns its tokens and their number."""
@@ -266,7 +242,9 @@ class Stepper:
             if reason is not None:
                 running.reason = reason
                 ended.append((name, reason))
-        self._work.update(tokens=(tokens := sum([len(token_ids) for _, token_ids in made])), verifications=len(made))
+        self._pace.counts.update(
+            tokens=(tokens := sum([len(token_ids) for _, token_ids in made])), verifications=len(made)
+        )
         if self._drafts is not None:
             self._drafts.made_by(made)
         for name, reason in ended:
@@ -330,7 +308,7 @@ class Stepper:
         self.adapters.free(running.chunk)
         self._past_preemptions += running.request.num_preemptions
         self._suspects.leave(chunk_id)
-        self._work.update(count_margins(record.margins))
+        self._pace.counts.update(count_margins(record.margins))
         return result
 
     def reset_cache(self) -> bool:
@@ -357,12 +335,12 @@ class Stepper:
             kv_counts=link.counts() if link else {},
             adapters=self.adapters.known(),
             observed_at=at_s,
-            steps=self._work["steps"],
-            step_counts=tuple(self._step_counts),
+            steps=self._pace.counts["steps"],
+            step_counts=tuple(self._pace.durations),
             running=tokens | (link.held_tokens() if link else {}),
             preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in self._running.values()),
             performance=self._performance.report(time.monotonic(), at_s),
-            work={**self._work, **self._redraws.counts, **(drafts.counts() if drafts else {})},
+            work={**self._pace.counts, **self._redraws.counts, **(drafts.counts() if drafts else {})},
         )
 
     def close(self) -> None:

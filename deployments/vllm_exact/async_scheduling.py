@@ -52,7 +52,7 @@ class AsyncScheduling:
         transfers is taken.
         """
         while self._in_flight:
-            with suppress(Exception):
+            with suppress(Exception):  # the step before has raised already, and says why
                 found = self._in_flight.popleft().tokens.result()
                 if found.kv_connector_output is not None:
                     self._core.scheduler._update_from_kv_xfer_finished(found.kv_connector_output)

@@ -18,6 +18,7 @@ from tailrace.deployments.constraints.logit_rules import LogitRules, RuleBook, r
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.vllm_exact.kept_tokens import end_dead_rows, kept_tokens, top_logprobs
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
+from tailrace.deployments.vllm_exact.replays import forced_tokens
 
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
@@ -276,20 +277,6 @@ def layout(metadata, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows[:, :-1][drafted] = metadata.target_logits_indices.cpu().numpy()
     rows[np.arange(len(counts)), counts] = metadata.bonus_logits_indices.cpu().numpy()
     return rows, drafts
-
-
-def forced_token(args: dict, position: int) -> int:
-    """Returns the token of a replayed sample at `position`: the next one of its list, then end of sequence."""
-    place = position - args["prompt_tokens"]
-    return args["forced"][place] if place < len(args["forced"]) else args["eos"]
-
-
-def forced_tokens(replays: dict[int, dict], owner: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns i32[m]: the token of each row that belongs to a replay, else -1. `replays`: arguments by batch index."""
-    forced = np.full(len(owner), NOTHING, np.int32)
-    for row in np.flatnonzero(np.isin(owner, list(replays))).tolist():
-        forced[row] = forced_token(replays[owner[row]], int(positions[row]))
-    return forced
 
 
 def output(tokens: np.ndarray, device):

@@ -132,7 +132,7 @@ class Replayed:
             running.at += len(tokens)
             running.request.num_tokens += len(tokens)
             running.request.spec_token_ids = []
-            self._drafts.made(chunk.chunk_id, tokens)
+            self._drafts.made_by([(chunk.chunk_id, tokens)])
             self._stepped = True
 
 

@@ -58,7 +58,7 @@ class Engine:
             tokens = ANSWER[at : at + accepted_tokens(draft, ANSWER[at:]) + 1]
             assert at + len(tokens) <= until
             request.num_tokens += len(tokens)
-            self.drafts.made(chunk_id, tokens)
+            self.drafts.made_by([(chunk_id, tokens)])
             if at + len(tokens) == until:
                 ended.append(chunk_id)
         for chunk_id in ended:
@@ -184,7 +184,7 @@ def test_indexes_of_idle_groups_go_when_memory_is_short_and_running_ones_stay():
 
 def test_a_chunk_without_a_plan_does_not_draft(drafts):
     drafts.open(ChunkRequest("c", 0, PROMPT, len(PROMPT), 4, SamplingParams(), 0), Request(len(PROMPT)))
-    drafts.made("c", [1])
+    drafts.made_by([("c", [1])])
     drafts.propose()
     assert drafts.close("c") is None
 
@@ -336,7 +336,7 @@ def test_tokens_that_no_draft_was_looked_for_after_are_known_when_their_chunk_en
     drafts.close("c3")
     request = Request(len(PROMPT))
     drafts.open(chunk, request)
-    drafts.made("copy", ANSWER[:1])
+    drafts.made_by([("copy", ANSWER[:1])])
     drafts.propose()
     assert request.spec_token_ids == ANSWER[1:9], "of all thirteen tokens that the chunk before it has made"
     drafts.stop()
@@ -349,8 +349,8 @@ def test_a_proposal_beside_a_step_that_computes_already_sets_no_draft():
     engine.start(0, 40, 20)
     name = engine.start(1, 0, 60)
     request, _ = engine.requests[name]
-    drafts.made(name, ANSWER[:1])
+    drafts.made_by([(name, ANSWER[:1])])
     assert drafts.propose(ahead=True) and not request.spec_token_ids
     request.num_tokens += 2
-    drafts.made(name, ANSWER[1:2])
+    drafts.made_by([(name, ANSWER[1:2])])
     assert drafts.propose() and request.spec_token_ids == ANSWER[2:10]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tailrace.deployments.engine.step_pace import WAITING_STEPS, StepPace, StepWork
+from tailrace.deployments.engine.step_pace import WAITING_STEPS, StepPace
 from tailrace.deployments.vllm_exact.async_scheduling import AsyncScheduling
 
 
@@ -113,47 +113,111 @@ def test_an_error_comes_from_the_step_that_has_it_and_the_rest_can_be_abandoned(
     assert scheduling.in_flight == 0
 
 
+class Time:
+    """A clock that a call for a step moves on."""
+
+    def __init__(self):
+        self.now_s, self.call_s = 0.0, 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Outputs:
+    """StepOutputs over a core, whose calls take the clock's `call_s`."""
+
+    def __init__(self, core: Core, time: Time, waits: bool = False):
+        self.core, self.time, self.ahead = core, time, []
+        self.scheduling = None if waits else AsyncScheduling(core)
+
+    def step(self, ahead: bool) -> list:
+        self.ahead.append(ahead)
+        if self.scheduling is not None:
+            self.scheduling.set(ahead)
+            self.core.step_fn()
+        self.time.now_s += self.time.call_s
+        return []
+
+
+class Setting:
+    def __init__(self, steps: int = 9, waits: bool = False):
+        self.time = Time()
+        self.outputs = Outputs(Core(*[1] * steps), self.time, waits)
+        self.pace = StepPace(self.outputs, self.time, lambda: (self.outputs.core.number, 0))
+
+    def runs_ahead(self, chunks, may_run_ahead: bool = True) -> bool:
+        """Whether the next step runs ahead; then it is the only one in flight."""
+        self.pace.finish()
+        self.pace.step(chunks, may_run_ahead)
+        return self.outputs.ahead[-1]
+
+    def turn(self, began_s: float, ended_s: float, tokens: int) -> tuple[int, float] | None:
+        """Calls for a step that verifies so many tokens. Returns those of the step that it ends, and its seconds."""
+        self.time.now_s, self.time.call_s = began_s, ended_s - began_s
+        done = self.pace.step([chunk() for _ in range(tokens)], True)
+        assert (done.began_s, done.ended_s) == (began_s, ended_s)
+        return None if done.work is None else (done.work.verified_tokens, done.took_s)
+
+    def leave(self, at_s: float, has_chunks: bool = True) -> None:
+        self.time.now_s = at_s
+        self.pace.leave(False, has_chunks)
+
+
 def chunk(drafts=(), is_out=False):
-    return SimpleNamespace(request=SimpleNamespace(spec_token_ids=list(drafts)), is_out=is_out)
+    request = SimpleNamespace(spec_token_ids=list(drafts), num_computed_tokens=7, next_decode_eligible_step=0)
+    return SimpleNamespace(request=request, is_out=is_out, first_token_s=1.0)
 
 
 def test_a_step_waits_for_drafts_for_one_more_step_and_for_a_search():
-    core = Core(*[1] * 9)
-    pace = StepPace(AsyncScheduling(core))
-    assert pace.begin([chunk()], True, 0.0)
-    assert not pace.begin([chunk()], False, 0.0)
-    assert not pace.begin([], True, 0.0) and not pace.begin([chunk(is_out=True)], True, 0.0)
-    assert not pace.begin([chunk(), chunk([7])], True, 0.0)
-    pace.leave(0.0, True, True)
+    setting = Setting(90)
+    assert setting.runs_ahead([chunk()])
+    assert not setting.runs_ahead([chunk()], False)
+    assert not setting.runs_ahead([]) and not setting.runs_ahead([chunk(is_out=True)])
+    assert not setting.runs_ahead([chunk(), chunk([7])])
+    setting.pace.leave(True, True)
     for _ in range(WAITING_STEPS):
-        assert not pace.begin([chunk()], True, 0.0)
-        pace.leave(0.0, False, True)
-    assert pace.begin([chunk()], True, 0.0)
-    assert not StepPace(None).begin([chunk()], True, 0.0)
+        assert not setting.runs_ahead([chunk()])
+        setting.pace.leave(False, True)
+    assert setting.runs_ahead([chunk()])
+    assert not Setting(waits=True).runs_ahead([chunk()])
 
 
 def test_the_seconds_of_a_step_are_those_between_its_tokens_and_the_ones_before():
-    core = Core(*[1] * 9)
-    scheduling = AsyncScheduling(core)
-    pace, works = StepPace(scheduling), [StepWork(size, 0, False) for size in (3, 4, 5)]
+    setting = Setting()
+    assert setting.turn(1.0, 1.25, tokens=3) is None
+    assert setting.turn(1.25, 2.0, tokens=4) == (3, 1.0)  # from its start
+    setting.leave(2.5)  # the host's work, while the next one computes
+    assert setting.turn(9.0, 9.25, tokens=5) == (4, 0.75)  # commands in between do not count
+    setting.leave(9.5, has_chunks=False)  # nothing runs any more
+    assert setting.turn(20.0, 20.5, tokens=3) == (5, 0.5)
+    assert setting.pace.counts == {"steps": 3, "steps_ahead": 2, "step_us": 2_250_000, "tokens": 0, "verifications": 0}
+    assert sum(setting.pace.durations) == 3
+    setting.pace.reset()
+    assert not any(setting.pace.counts.values()) and not any(setting.pace.durations)
 
-    def turn(work, began_s, ended_s):
-        scheduling.set(pace.begin([chunk()], True, began_s))
-        core.step_fn()
-        return pace.end(work, ended_s)
 
-    assert turn(works[0], 1.0, 1.25) is None
-    assert turn(works[1], 1.25, 2.0) == (works[0], 1.0)  # from its start
-    pace.leave(2.5, False, True)  # the host's work, while the next one computes
-    assert turn(works[2], 9.0, 9.25) == (works[1], 0.75)  # commands in between do not count
-    pace.leave(9.5, False, False)  # nothing runs any more
-    assert turn(works[0], 20.0, 20.5) == (works[2], 0.5)
+def test_what_was_scheduled_is_that_of_the_step_whose_tokens_come():
+    setting = Setting()
+    done = [setting.pace.step([chunk()], True) for _ in range(4)]
+    assert [one.work and one.work.scheduled for one in done] == [None, (1, 0), (2, 0), (3, 0)]
+    assert [one.work.ahead for one in done[1:]] == [False, True, True]
 
 
 def test_an_engine_whose_steps_wait_counts_the_step_alone():
-    pace, work = StepPace(None), StepWork(2, 0, False)
-    assert not pace.begin([chunk()], True, 1.0)
-    assert pace.end(work, 1.5) == (work, 0.5)
-    pace.leave(2.0, False, True)
-    pace.begin([chunk()], True, 3.0)
-    assert pace.end(work, 3.25) == (work, 0.25) and pace.in_flight == 0
+    setting = Setting(waits=True)
+    assert setting.turn(1.0, 1.5, tokens=2) == (2, 0.5)
+    setting.leave(2.0)
+    assert setting.turn(3.0, 3.25, tokens=2) == (2, 0.25) and setting.pace.in_flight == 0
+    assert setting.pace.counts["steps_ahead"] == 0
+
+
+def test_steps_in_flight_end_before_commands_and_are_dropped_after_an_error():
+    setting = Setting()
+    for _ in range(3):
+        setting.pace.step([chunk()], True)
+    setting.pace.finish()
+    assert setting.pace.in_flight == 0 and setting.pace.counts["steps"] == 3
+    setting.pace.step([chunk()], True)
+    setting.pace.abandon()
+    assert setting.pace.in_flight == 0 and setting.pace.counts["steps"] == 3
+    assert setting.pace.step([chunk()], False).work is not None

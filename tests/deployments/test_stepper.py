@@ -29,7 +29,9 @@ class Engine:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
             lora_config=None,
         )
-        scheduler = SimpleNamespace(requests={}, has_requests=lambda: False, finished_req_ids=set())
+        scheduler = SimpleNamespace(
+            requests={}, has_requests=lambda: False, finished_req_ids=set(), finished_recving_kv_req_ids=set()
+        )
         core = SimpleNamespace(scheduler=scheduler, reset_encoder_cache=lambda: None)
         self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: self.calls.append(("shutdown",)))
         self.engine_core.abort_requests = lambda names: None
@@ -92,10 +94,12 @@ class Requests:
 
 
 class Outputs:
+    scheduling = None
+
     def __init__(self, engine):
         self.engine = engine
 
-    def step(self) -> list[StepOutput]:
+    def step(self, ahead: bool = False) -> list[StepOutput]:
         now = self.engine.script.pop(0)
         if isinstance(now, Exception):
             raise now
@@ -105,7 +109,7 @@ class Outputs:
 class Link:
     """The pool's client. `ready`: results that it releases at the next step."""
 
-    key_prefixes, token_bytes = ("p",), 10
+    key_prefixes, token_bytes, scheduled = ("p",), 10, (4, 1)
 
     def __init__(self, engine, save_deadline_s, performance):
         self.held, self.forgone, self.forgotten, self.ready, self.steps = [], [], [], [], []
@@ -124,7 +128,7 @@ class Link:
     def hold(self, request_id, chunk, result) -> None:
         self.held.append((request_id, chunk.chunk_id, result))
 
-    def after_step(self, took_s, decodes, now_s) -> None:
+    def after_step(self, took_s, scheduled, decodes, now_s) -> None:
         self.steps.append(decodes)
 
     def release(self) -> list:
@@ -148,8 +152,8 @@ class Drafts:
         self.calls, self.fails = [], None
 
     def __getattr__(self, name: str):
-        def call(*arguments):
-            self.calls.append((name, *arguments))
+        def call(*arguments, **named):
+            self.calls.append((name, *arguments, *named.items()))
             if name == "open" and self.fails:
                 raise self.fails
             return {} if name == "counts" else None
@@ -173,7 +177,7 @@ def engine(monkeypatch) -> Engine:
     monkeypatch.setitem(sys.modules, pool_client.__name__, pool_client)
     monkeypatch.setattr(engine_weights, "weights_digest", lambda folder: "ab")
     monkeypatch.setattr(redraws, "alone", lambda scheduler: nullcontext())
-    monkeypatch.setattr(stepper, "launch", lambda config, rank, pool: engine)
+    monkeypatch.setattr(stepper, "launch", lambda config, rank, pool, ahead: engine)
     monkeypatch.setattr(stepper, "StepOutputs", Outputs)
     monkeypatch.setattr(stepper, "Requests", Requests)
     monkeypatch.setattr(stepper.warmup, "warm_up", lambda *given: engine.calls.append(("warm_up", *given[1:])))
@@ -184,7 +188,7 @@ def engine(monkeypatch) -> Engine:
 def made(redraw: bool = False, pool: bool = False) -> Stepper:
     draft = SimpleNamespace(method="off", draft_tokens=7, is_ours=False)
     exact = {"close_call_tolerance": 0.1, "redraw_close_calls": redraw}
-    config = SimpleNamespace(model="m", max_running=8, draft=draft, keeps_routes=True, **exact)
+    config = SimpleNamespace(model="m", max_running=8, draft=draft, keeps_routes=True, runs_ahead=False, **exact)
     endpoint = SimpleNamespace(config=SimpleNamespace(save_deadline_s=1.0)) if pool else None
     return Stepper(config, "r1", 4, 0, endpoint)
 

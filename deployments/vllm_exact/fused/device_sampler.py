@@ -16,12 +16,8 @@ import torch
 from tailrace.deployments.vllm_exact.fused import kernel
 from tailrace.deployments.vllm_exact.fused.parameters import RowParameters, parameters_of, to_device
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
-from tailrace.deployments.vllm_exact.sampler import (
-    NOTHING,
-    ExactRejectionSampler,
-    ExactSampler,
-    forced_tokens,
-)
+from tailrace.deployments.vllm_exact.replays import forced_tokens
+from tailrace.deployments.vllm_exact.sampler import NOTHING, ExactRejectionSampler, ExactSampler
 
 
 class HostCopy:

@@ -171,7 +171,7 @@ class Replica:
             tokens = rest[: hit + 1].tolist()
             request.num_tokens += len(tokens)
             new, right = new + len(tokens), right + min(hit, len(tokens))
-            self._drafts.made(chunk_id, tokens)
+            self._drafts.made_by([(chunk_id, tokens)])
             if len(rest) == len(tokens):
                 self._drafts.close(chunk_id)
                 del self._running[chunk_id]

@@ -287,7 +287,7 @@ class OurEngine(TimedEngine):
         self._loop.turn(0.0)
 
     def made(self) -> int:
-        return self._stepper._work["tokens"]
+        return self._stepper._pace.counts["tokens"]
 
     def drafted(self) -> int:
         """Draft tokens of the next step."""

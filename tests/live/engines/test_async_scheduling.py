@@ -114,12 +114,16 @@ def test_steps_ahead_have_the_tokens_of_steps_that_wait(config, runner):
     for name, settings in (("waits", {"vllm_args": {ASYNC: False}}), ("ahead", {})):
         engine = Engine(config.model_copy(update={"model_runner": "v2"} | settings))
         found[name], work = results_of(engine), engine.stepper.stats().work
+        again = replace(chunks()[1], chunk_id="loaded", weights_version=1, draft=None)
+        engine.stepper.weights.load(1, "", "")  # no step is in flight when no chunk runs
+        engine.run(again)
         engine.stepper.close()
         assert (work["steps_ahead"] > work["steps"] // 3) == (name == "ahead")
         kinds = "drafted_tokens", "accepted_tokens"
         drafted, accepted = (sum(getattr(one, kind) for one in found[name].values()) for kind in kinds)
         assert 0 < accepted <= drafted
     same(found["ahead"], found["waits"])
+    assert found["ahead"]["loaded"].token_ids.tolist() == found["ahead"]["1"].token_ids.tolist()
     assert {one.end.name for one in found["ahead"].values()} == {"LENGTH", "STOP", "ABORTED"}
 
 

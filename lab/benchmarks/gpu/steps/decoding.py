@@ -65,7 +65,7 @@ class OurDecoding:
 
     def made(self) -> int:
         """Tokens since the engine's start."""
-        return self._engine.stepper._work["tokens"]
+        return self._engine.stepper._pace.counts["tokens"]
 
     def end(self) -> None:
         for name in self._names:
