@@ -258,7 +258,7 @@ class EngineDrafts:
         return bool(waiting or budgets.any())
 
     def _apart(self, fresh: list[DraftedTokens], ahead: bool) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
-        """Returns chunks in the next step, and those that skip it, if they can, to alternate with their draft models."""
+        """Returns chunks in the next step, and those that skip it, if it waits, for their draft models."""
         if self._model is None:
             return fresh, []
         self._model.exchange()

@@ -35,6 +35,7 @@ class Engine:
 
     def __init__(self):
         self.output_processor, self.core, self.figures = Processor(), [], None
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(async_scheduling=False))
 
     def step(self) -> list:
         return self.output_processor.process_outputs(self.core, iteration_stats=self.figures)
