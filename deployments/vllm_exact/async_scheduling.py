@@ -49,13 +49,17 @@ class AsyncScheduling:
 
     def abandon(self) -> None:
         """Waits for the steps in flight, and drops their tokens and errors; what they report about the pool's
-        transfers is taken.
+        transfers is taken. With a pool vLLM frees the blocks of an ended request once the steps after it have ended; a
+        step that raised would never count as ended.
         """
+        scheduler = self._core.scheduler
         while self._in_flight:
             with suppress(Exception):  # the step before has raised already, and says why
                 found = self._in_flight.popleft().tokens.result()
                 if found.kv_connector_output is not None:
-                    self._core.scheduler._update_from_kv_xfer_finished(found.kv_connector_output)
+                    scheduler._update_from_kv_xfer_finished(found.kv_connector_output)
+        scheduler.processed_step_seq = scheduler.sched_step_seq
+        scheduler._drain_deferred_frees()
 
     def _step(self) -> tuple[dict, bool]:
         """Returns what `EngineCore.step` returns: outputs by client, and whether the model has run."""
