@@ -1,4 +1,4 @@
-"""Runs the steps of an engine: which of them run ahead (see async_scheduling.py), and the seconds and counts of each.
+"""Which steps of an engine run ahead (see async_scheduling.py), and the seconds and counts of each.
 
 A step waits if a chunk has a draft, while drafts pay, and during the search after a step that raised. Drafts continue
 the last token, so a step that runs ahead of it cannot verify them. Invariant: seconds are those between the tokens of
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from tailrace.deployments.engine.engine_chunk import EngineChunk, tokens_to_verify
-from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
+from tailrace.deployments.engine.step_outputs import StepOutputs
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S
 
 WAITING_STEPS = 2
@@ -33,15 +33,11 @@ class StepWork(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """A call for one step, on the clock's times. `outputs` are of the step that did `work` in `took_s`; there are none,
-    and `work` is None, if the call has only started a step ahead.
-    """
+    """A step whose tokens have come: what it computed, its seconds, and when they came, on the clock of the pace."""
 
-    outputs: list[StepOutput]
-    began_s: float
-    ended_s: float
-    work: StepWork | None
+    work: StepWork
     took_s: float
+    ended_s: float
 
 
 class StepPace:
@@ -53,7 +49,8 @@ class StepPace:
         self._outputs, self._scheduling, self._scheduled, self._now = outputs, outputs.scheduling, scheduled, now
         self._started: deque[StepWork] = deque()
         self._waiting = 0  # steps that wait whether or not they have drafts
-        self._ended_s = self._spent_s = 0.0
+        self._next = StepWork(0, 0, False)  # the step that the present call starts, if it starts one
+        self.began_s = self._ended_s = self._spent_s = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -71,13 +68,30 @@ class StepPace:
         """True if a step in flight computes a token; one that waits for KV computes none."""
         return self._scheduling is not None and self._scheduling.computing
 
-    def step(self, chunks: Collection[EngineChunk], may_run_ahead: bool) -> StepDone:
-        """Runs the next step of these chunks, or starts it and ends the one before."""
+    def begin(self, chunks: Collection[EngineChunk], may_run_ahead: bool) -> bool:
+        """Begins a call for the next step of these chunks. Returns whether the step runs ahead."""
         context_tokens = sum([one.request.num_computed_tokens for one in chunks])
-        began_s, work = self._now(), StepWork(tokens_to_verify(chunks), context_tokens, self.in_flight > 0)
-        outputs = self._outputs.step(self._runs_ahead(chunks, may_run_ahead))
-        self._ended_s = ended_s = self._now()
-        return StepDone(outputs, began_s, ended_s, *self._ended(work, ended_s - began_s))
+        self.began_s, self._next = self._now(), StepWork(tokens_to_verify(chunks), context_tokens, self.in_flight > 0)
+        if self._scheduling is None or self._waiting or not may_run_ahead:
+            return False
+        requests = [one.request for one in chunks if not one.is_out]
+        return bool(requests) and not any([request.spec_token_ids for request in requests])
+
+    def end(self) -> StepDone | None:
+        """Ends the call. Returns the step whose tokens it has brought; None if it has only started one."""
+        self._ended_s = self._now()
+        took_s = self._ended_s - self.began_s
+        if self._scheduling is None or self._scheduling.started:
+            self._started.append(self._next._replace(scheduled=self._scheduled()))
+        if self._scheduling is not None:
+            self._spent_s += took_s
+            if not self._scheduling.ended:
+                return None
+            took_s, self._spent_s = self._spent_s, 0.0
+        done = StepDone(self._started.popleft(), took_s, self._ended_s)
+        self.counts.update(steps=1, steps_ahead=done.work.ahead, step_us=int(took_s * 1e6))
+        self.durations[bisect_left(STEP_BOUNDS_S, took_s)] += 1
+        return done
 
     def leave(self, drafts_pay: bool, has_chunks: bool) -> None:
         """Records that the stepper is done with the tokens of a step. `drafts_pay`: of the next step, or would if it
@@ -89,7 +103,8 @@ class StepPace:
     def finish(self) -> None:
         """Ends the steps in flight, which compute nothing that is still wanted. Commands may follow."""
         while self.in_flight:
-            self.step((), False)
+            self._outputs.step(self.begin((), False))
+            self.end()
 
     def abandon(self) -> None:
         """Drops the steps in flight, after an error."""
@@ -97,23 +112,3 @@ class StepPace:
             self._scheduling.abandon()
         self._started.clear()
         self._spent_s = 0.0
-
-    def _runs_ahead(self, chunks: Collection[EngineChunk], may_run_ahead: bool) -> bool:
-        if self._scheduling is None or self._waiting or not may_run_ahead:
-            return False
-        requests = [one.request for one in chunks if not one.is_out]
-        return bool(requests) and not any([request.spec_token_ids for request in requests])
-
-    def _ended(self, work: StepWork, took_s: float) -> tuple[StepWork | None, float]:
-        """Counts a call that took so long. Returns what the step did whose tokens it has brought, and its seconds."""
-        if self._scheduling is None or self._scheduling.started:
-            self._started.append(work._replace(scheduled=self._scheduled()))
-        if self._scheduling is not None:
-            self._spent_s += took_s
-            if not self._scheduling.ended:
-                return None, 0.0
-            took_s, self._spent_s = self._spent_s, 0.0
-        done = self._started.popleft()
-        self.counts.update(steps=1, steps_ahead=done.ahead, step_us=int(took_s * 1e6))
-        self.durations[bisect_left(STEP_BOUNDS_S, took_s)] += 1
-        return done, took_s

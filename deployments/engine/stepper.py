@@ -18,7 +18,7 @@ from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.recovery import Recovery
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
-from tailrace.deployments.engine.step_pace import StepDone, StepPace
+from tailrace.deployments.engine.step_pace import StepPace, StepWork
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.errors import RequestRefused, one_line
@@ -202,27 +202,27 @@ class Stepper:
 
     def _step(self) -> list[tuple[str, list[int]]]:
         """Runs one engine step. Returns the tokens that arrived, by chunk id."""
-        step = self._pace.step(self._running.values(), self._suspects.quiet)
-        self._redraws.after_step(step.outputs, self._running)
+        outputs = self._outputs.step(self._pace.begin(self._running.values(), self._suspects.quiet))
+        step = self._pace.end()
+        self._redraws.after_step(outputs, self._running)
         for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
-            running.scheduled_s = step.began_s
+            running.scheduled_s = self._pace.began_s
             del self._unscheduled[running.chunk.chunk_id]
-        made = [] if step.work is None else self._after(step)
+        made = [] if step is None else self._after(outputs, *step)
         if not self._running:
             self._pace.finish()
         return made
 
-    def _after(self, step: StepDone) -> list[tuple[str, list[int]]]:
-        """Takes the tokens of a step, proposes drafts, and hears from the pool."""
-        made, made_tokens = self._receive(step.outputs, step.ended_s)
-        took = step.work.verified_tokens, step.took_s, made_tokens, step.ended_s, step.work.context_tokens
-        self._performance.step(len(made), *took)
-        self.progress_s = step.ended_s if step.outputs else self.progress_s
-        if not (step.outputs or self._pace.computing):
+    def _after(self, outputs: list[StepOutput], work: StepWork, took_s: float, now_s: float) -> list[tuple]:
+        """Takes the tokens of a step, proposes drafts, and hears from the pool. Returns the tokens by chunk id."""
+        made, made_tokens = self._receive(outputs, now_s)
+        self._performance.step(len(made), work.verified_tokens, took_s, made_tokens, now_s, work.context_tokens)
+        self.progress_s = now_s if outputs else self.progress_s
+        if not (outputs or self._pace.computing):
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         drafts_pay = self._drafts is not None and self._drafts.propose(ahead=self._pace.in_flight > 0)
         if self._link is not None:
-            self._link.after_step(step.took_s, step.work.scheduled, step.work.verified_tokens > 0, step.ended_s)
+            self._link.after_step(took_s, work.scheduled, work.verified_tokens > 0, now_s)
             self._ended += self._link.release()
         self._pace.leave(drafts_pay, bool(self._running))
         return made

@@ -152,18 +152,23 @@ class Setting:
         self.outputs = Outputs(Core(*[1] * steps), self.time, waits)
         self.pace = StepPace(self.outputs, self.time, lambda: (self.outputs.core.number, 0))
 
+    def step(self, chunks, may_run_ahead: bool = True):
+        """A call for a step, as the stepper makes it."""
+        self.outputs.step(self.pace.begin(chunks, may_run_ahead))
+        return self.pace.end()
+
     def runs_ahead(self, chunks, may_run_ahead: bool = True) -> bool:
         """Whether the next step runs ahead; then it is the only one in flight."""
         self.pace.finish()
-        self.pace.step(chunks, may_run_ahead)
+        self.step(chunks, may_run_ahead)
         return self.outputs.ahead[-1]
 
     def turn(self, began_s: float, ended_s: float, tokens: int) -> tuple[int, float] | None:
         """Calls for a step that verifies so many tokens. Returns those of the step that it ends, and its seconds."""
         self.time.now_s, self.time.call_s = began_s, ended_s - began_s
-        done = self.pace.step([chunk() for _ in range(tokens)], True)
-        assert (done.began_s, done.ended_s) == (began_s, ended_s)
-        return None if done.work is None else (done.work.verified_tokens, done.took_s)
+        done = self.step([chunk() for _ in range(tokens)])
+        assert self.pace.began_s == began_s and (done is None or done.ended_s == ended_s)
+        return None if done is None else (done.work.verified_tokens, done.took_s)
 
     def leave(self, at_s: float, has_chunks: bool = True) -> None:
         self.time.now_s = at_s
@@ -205,8 +210,8 @@ def test_the_seconds_of_a_step_are_those_between_its_tokens_and_the_ones_before(
 
 def test_what_was_scheduled_is_that_of_the_step_whose_tokens_come():
     setting = Setting()
-    done = [setting.pace.step([chunk()], True) for _ in range(4)]
-    assert [one.work and one.work.scheduled for one in done] == [None, (1, 0), (2, 0), (3, 0)]
+    done = [setting.step([chunk()]) for _ in range(4)]
+    assert [one and one.work.scheduled for one in done] == [None, (1, 0), (2, 0), (3, 0)]
     assert [one.work.ahead for one in done[1:]] == [False, True, True]
 
 
@@ -221,10 +226,10 @@ def test_an_engine_whose_steps_wait_counts_the_step_alone():
 def test_steps_in_flight_end_before_commands_and_are_dropped_after_an_error():
     setting = Setting()
     for _ in range(3):
-        setting.pace.step([chunk()], True)
+        setting.step([chunk()])
     setting.pace.finish()
     assert setting.pace.in_flight == 0 and setting.pace.counts["steps"] == 3
-    setting.pace.step([chunk()], True)
+    setting.step([chunk()])
     setting.pace.abandon()
     assert setting.pace.in_flight == 0 and setting.pace.counts["steps"] == 3
-    assert setting.pace.step([chunk()], False).work is not None
+    assert setting.step([chunk()], False) is not None
