@@ -225,6 +225,9 @@ def of_another_type(chunk: ChunkRequest) -> str | None:
     for name, kind in PARTS.items():
         if not isinstance(part := getattr(chunk, name), kind | None):
             return f"{name} is a {type(part).__name__}, not {kind.__name__}"
+    for name in ("token_ids",) if chunk.forced is None else ("token_ids", "forced"):
+        if getattr(getattr(chunk, name), "dtype", np.dtype(object)).kind not in "iu":
+            return f"{name} is no array of whole numbers"
     return None
 
 

@@ -225,6 +225,8 @@ REFUSED = {
     "no such forced token": ({"forced": np.array([10**6], np.int32)}, "outside the vocabulary"),
     "no tokens": ({"max_tokens": 0}, "max_tokens is 0"),
     "twice": ({"chunk_id": "1/0"}, "already running"),
+    "no numbers": ({"forced": np.array(["a", "b"])}, "forced is no array of whole numbers"),
+    "no array": ({"token_ids": "ab"}, "token_ids is no array of whole numbers"),
     "no adapter": ({"adapter": []}, "adapter is a list, not Adapter"),
     "no features": ({"features": "x"}, "features is a str, not PromptFeatures"),
     "no plan of KV": ({"kv": 1}, "kv is a int, not KvPlan"),
