@@ -27,8 +27,10 @@ from tailrace.kvpool.keys import cache_salt
 CONVERSIONS = ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError
 """Kinds of errors raised by values that cannot become a request."""
 
-PARTS = {"adapter": Adapter, "features": PromptFeatures, "kv": KvPlan, "draft": DraftPlan}
-"""Types of a chunk's parts, each of which may be missing."""
+PARTS = {
+    "sampling": SamplingParams, "adapter": Adapter, "features": PromptFeatures, "kv": KvPlan, "draft": DraftPlan,
+}  # fmt: skip
+"""Types of a chunk's parts, each of which but the first may be missing."""
 
 MAX_TRIED = 4_096
 """Maximum number of prompts with features, and of items, that are remembered as sound."""
@@ -223,7 +225,7 @@ class Requests:
 def of_another_type(chunk: ChunkRequest) -> str | None:
     """Returns in a few words which part of a chunk, made by hand or by another version, is not of its type, or None."""
     for name, kind in PARTS.items():
-        if not isinstance(part := getattr(chunk, name), kind | None):
+        if not isinstance(part := getattr(chunk, name), kind if name == "sampling" else kind | None):
             return f"{name} is a {type(part).__name__}, not {kind.__name__}"
     for name in ("token_ids",) if chunk.forced is None else ("token_ids", "forced"):
         if getattr(getattr(chunk, name), "dtype", np.dtype(object)).kind not in "iu":

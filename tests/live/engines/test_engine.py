@@ -227,6 +227,7 @@ REFUSED = {
     "twice": ({"chunk_id": "1/0"}, "already running"),
     "no numbers": ({"forced": np.array(["a", "b"])}, "forced is no array of whole numbers"),
     "no array": ({"token_ids": "ab"}, "token_ids is no array of whole numbers"),
+    "no sampling": ({"sampling": "x"}, "sampling is a str, not SamplingParams"),
     "no adapter": ({"adapter": []}, "adapter is a list, not Adapter"),
     "no features": ({"features": "x"}, "features is a str, not PromptFeatures"),
     "no plan of KV": ({"kv": 1}, "kv is a int, not KvPlan"),
