@@ -27,6 +27,7 @@ def second_runner() -> Iterator:
     interpreted.interpreted()
     import triton
     import vllm.config.vllm
+    import vllm.envs
     import vllm.triton_utils
     import vllm.v1.worker.cpu_worker  # it has the parts of torch that are of GPUs do nothing
 
@@ -50,6 +51,7 @@ def second_runner() -> Iterator:
             sys.modules.update(before)
             interpreted.forget()
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    vllm.envs.disable_envs_cache()  # an engine that has not ended keeps vLLM's settings as they were
 
 
 def _sampler(_worker, runner):

@@ -127,6 +127,10 @@ def test_steps_ahead_have_the_tokens_of_steps_that_wait(config, runner):
     assert {one.end.name for one in found["ahead"].values()} == {"LENGTH", "STOP", "ABORTED"}
 
 
+KEPT = []
+"""The ended engine: see test_engine_faults_pool.py."""
+
+
 @pytest.fixture(scope="module")
 def pooled(config, runner):
     """An engine with a pool. A process can have one: vLLM's socket for look-ups has the name of the process."""
@@ -140,7 +144,9 @@ def pooled(config, runner):
     thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
     thread.start()
     engine = Engine(config.model_copy(update={"model_runner": "v2"}), started.result(timeout=60))
+    KEPT.append(engine.stepper._engine)
     yield engine
+    engine.stepper.close()
     ended.set()
     thread.join()
 
