@@ -16,22 +16,17 @@ from tailrace.lab.benchmarks.gpu.steps.engine import (
 from tailrace.policies.protocol.exactness import Exactness
 
 
-def inputs(
-    place: Place,
-    runner: str,
-    shape: str = "135M",
-    level: Exactness = "bits",
-    forced: str | None = None,
-    ahead: bool = True,
-):
-    """The arguments that vLLM would get on a GPU."""
-    card, given = place._replace(card=True), settings_of(runner, level, forced, ahead)
+def inputs(place: Place, runner: str, shape: str = "135M", **settings):
+    """The arguments that vLLM would get on a GPU. `settings`: see `settings_of`."""
+    card, given = place._replace(card=True), settings_of(runner, **settings)
     config = config_of(card, f"a folder of {shape}", running=256, **given)
     return launch.engine_arguments(config), launch.process_settings(config, None)
 
 
-def settings_of(runner: str, level: Exactness, forced: str | None, ahead: bool) -> dict:
-    """Settings of an engine. `forced`: an attention backend that `bits` refuses. `ahead`: steps may run ahead."""
+def settings_of(runner: str, level: Exactness = "bits", forced: str | None = None, ahead: bool = True) -> dict:
+    """Settings of an engine. `forced`: an attention backend that `bits` refuses. `ahead`: steps without drafts may run
+    ahead, with V2.
+    """
     more = {} if ahead else {ASYNC: False}
     return {"runner": runner, "level": level} | more | ({} if forced is None else {"attention_backend": forced})
 
@@ -42,22 +37,14 @@ def exact(step: Measurements, runner: str) -> None:
     exactness.SameSamples(step, engine, vocabulary_of(step.place, "135M")).compare()
 
 
-def times(
-    step: Measurements,
-    runner: str,
-    shape: str = "135M",
-    level: Exactness = "bits",
-    forced: str | None = None,
-    ahead: bool = True,
-):
+def times(step: Measurements, runner: str, shape: str = "135M", **settings):
     """Tokens, flips, and times of steps, with CUDA graphs. A dummy model has times alone: all its words are alike.
 
-    `forced`: an attention backend that `bits` refuses, beside batch-invariant products; `level` is then law. `ahead`:
-    steps without drafts may run ahead, with V2.
+    `settings`: see `settings_of`; with `forced`, beside batch-invariant products, `level` is law.
     """
-    if forced is not None:
+    if "forced" in settings:
         force_invariant(launch)
-    engine = started(step, shape, running=256, gib=KV_GIB.get(shape, 8.0), **settings_of(runner, level, forced, ahead))
+    engine = started(step, shape, running=256, gib=KV_GIB.get(shape, 8.0), **settings_of(runner, **settings))
     vocabulary = vocabulary_of(step.place, shape)
     if shape != "8B":
         exactness.SameSamples(step, engine, vocabulary).compare()
