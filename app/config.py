@@ -63,7 +63,7 @@ class AppArgs(StrictModel):
     @model_validator(mode="after")
     def _drafts(self):
         method = self.engine.draft.method
-        if self.drafter is not None and not self.engine.draft.is_ours:
+        if self.drafter is not None and method not in ("group", "model"):
             raise ValueError(f"drafter: engine.draft.method is {method}; a draft model needs group or model")
         if self.drafter is None and method == "model":
             raise ValueError("engine.draft.method is model, but drafter is null: name a draft model there")

@@ -31,6 +31,9 @@ class DraftedTokens:
     sources: bytes = b""  # of `draft`, a byte (`Source`) for each token
     accepted: int = 0  # accepted tokens of `draft`
     unread: list[int] = field(default_factory=list)  # the last tokens, which its group's index does not have yet
+    proposed: list[int] = field(default_factory=list)  # by vLLM's own drafter, for the step that verifies `draft`
+    proposed_right: int = 0
+    proposed_tested: int = 0
     futile: bool = False  # True if its last proposal cost more than it saved
     drafted_sources: bytearray = field(default_factory=bytearray)
     accepted_sources: bytearray = field(default_factory=bytearray)

@@ -1,7 +1,7 @@
 """The drafts of one engine: tokens are added to their group's index, and proposals are made from it.
 
 A policy decides the length of each draft. The tokens that a draft model has sent in time are joined with the index's
-proposal in a tree, of which the request verifies the best path. Runs next to vLLM's
+proposal in a tree, of which the request verifies the best path; so are those of vLLM's own drafter. Runs next to vLLM's
 scheduler, on the engine's thread, between two steps. Tokens set as a request's `spec_token_ids` are verified in the
 next step. Invariant: nothing here waits or changes a token (the exact sampler verifies by equality). A request gets no
 more drafts than vLLM will verify, so the counted drafts are the verified ones.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ from tailrace.deployments.draft_index.proposal import NOTHING, Proposal, accepte
 from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
 from tailrace.deployments.drafting.group_indexes import GroupIndexes
 from tailrace.deployments.drafting.proposal_batch import ProposalBatch
+from tailrace.deployments.drafting.vllm_proposals import ON_DEVICE, VllmProposals
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
 from tailrace.deployments.messages.drafts import EVIDENCE, DraftReport
@@ -89,7 +90,16 @@ class EngineDrafts:
         self._spent_s = self._now_s = 0.0
         self._sizes: dict[str, int] = {}
         self._looked_s = -LOOK_S
+        self._vllm: VllmProposals | None = None
         warm_up()
+
+    def add_vllm(self, length: int, switch: Callable[[int], None]) -> None:
+        """Adds vLLM's own drafter, see `VllmProposals`. Called before the first chunk."""
+        self._vllm = VllmProposals(length, switch, self.performance.acceptance)
+
+    def step(self, took_s: float, samples: int, tokens: int, ahead: bool) -> float:
+        """Records a step that has ended, see `VllmProposals.step`. Returns its seconds without vLLM's drafter."""
+        return took_s if self._vllm is None else self._vllm.step(took_s, samples, tokens, ahead)
 
     # ---- calls of the stepper ----------------------------------------------------------------------
 
@@ -129,7 +139,7 @@ class EngineDrafts:
         """Replaces a chunk's request after a step that raised. `answer`: the sample's tokens so far."""
         if (drafted := self._running.get(chunk_id)) is None:
             return
-        drafted.request, drafted.draft, drafted.sources = request, [], b""
+        drafted.request, drafted.draft, drafted.sources, drafted.proposed = request, [], b"", []
         self._fresh = [other for other in self._fresh if other is not drafted]
         if missed := answer[drafted.generated :]:
             drafted.generated += len(missed)
@@ -155,6 +165,9 @@ class EngineDrafts:
             drafted.accepted = 0
             if model is not None:
                 model.made(chunk_id, tokens)
+            if drafted.proposed:
+                right, tested = self._vllm.count(drafted, tokens)
+                _add(tests, DraftMethod.VLLM, right, tested)
             if drafted.draft:
                 self._count(drafted, tokens, tests)
             fresh.append(drafted)
@@ -165,17 +178,17 @@ class EngineDrafts:
     def _count(self, drafted: DraftedTokens, tokens: list[int], tests: dict[str, list[int]]) -> None:
         """Counts the accepted tokens of a chunk's draft. `tokens`: those that its verification has emitted.
 
-        `tests`: counts of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model
-        are counted with the overtaken ones.
+        `tests`: counts of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model,
+        and of vLLM's drafter, are counted with the overtaken ones.
         """
         draft, size = drafted.draft, len(drafted.draft)
-        accepted = size if tokens[:size] == draft else accepted_tokens(draft, tokens)
+        if draft[0] == ON_DEVICE:
+            accepted = min(size, len(tokens) - 1)
+        else:
+            accepted = size if tokens[:size] == draft else accepted_tokens(draft, tokens)
         drafted.count(accepted)
-        if drafted.sources[0] != Source.MODEL:
-            of_method = tests.setdefault(drafted.method, [0, 0, 0])
-            of_method[0] += accepted
-            of_method[1] += count_tested(accepted, size)
-            of_method[2] += 1
+        if drafted.sources[0] not in (Source.MODEL, Source.VLLM):
+            _add(tests, drafted.method, accepted, count_tested(accepted, size))
 
     def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
         """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""
@@ -221,7 +234,7 @@ class EngineDrafts:
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
-        due = self._model is not None or self._is_due(len(fresh), cost)
+        due = self._model is not None or (self._vllm and self._vllm.on) or self._is_due(len(fresh), cost)
         found = (due or not all([drafted.futile for drafted in fresh])) and self._draft(fresh, cost, due, ahead)
         self._spent_s += time.perf_counter() - began_s
         return found
@@ -240,12 +253,19 @@ class EngineDrafts:
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
         self._groups.receive()
+        if self._vllm is not None and not ahead:
+            self._vllm.take(fresh)
         fresh, waiting = self._apart(fresh, ahead)
         self._fresh = [] if ahead else waiting
         if not fresh or cost is None or not self._policy.max_draft_tokens:
+            if self._vllm is not None:
+                self._vllm.rest()
             return bool(waiting)
         batch = self._proposals(fresh, cost, due)
-        budgets, self._memory = self._policy.decide(self._view(fresh, batch, cost), self._memory)
+        memory = self._memory
+        budgets, self._memory = self._policy.decide(self._view(fresh, batch, cost), memory)
+        if self._vllm is not None:
+            budgets = self._with_vllm(fresh, batch, budgets, cost, memory)
         tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
         for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
             drafted.futile = not budget
@@ -255,7 +275,21 @@ class EngineDrafts:
             drafted.draft, at = tokens[row][:budget], row * width
             drafted.sources = sources[at : at + budget]
             drafted.request.spec_token_ids = tokens[row][:budget]
-        return bool(waiting or budgets.any())
+        return bool(waiting or budgets.any() or (self._vllm and self._vllm.on))
+
+    def _with_vllm(self, fresh: list[DraftedTokens], batch: ProposalBatch, budgets, cost: StepCost, memory):
+        """Decides whether vLLM's drafter runs in the next step. Returns the budgets i32[n] of this one."""
+        vllm = self._vllm
+        if vllm.ran:
+            if vllm.trial:
+                budgets = np.where((batch.sources[:, 0] == Source.VLLM) & (batch.lengths > 0), np.maximum(budgets, 1), budgets)
+            vllm.decide(batch, budgets, cost)
+        elif vllm.looks():
+            guess = batch.copy()
+            vllm.join(guess, fresh, guess=True)
+            guess.cut(self._rooms(fresh))
+            vllm.decide(guess, self._policy.decide(self._view(fresh, guess, cost), memory)[0], cost)
+        return budgets
 
     def _apart(self, fresh: list[DraftedTokens], ahead: bool) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
         """Returns chunks in the next step, and those that skip it, if it waits, for their draft models."""
@@ -294,13 +328,18 @@ class EngineDrafts:
                 batch.put(rows[place], self._ahead(some[place], batch.get(rows[place]), most))
         for row, guess in guesses.items():
             batch.put(row, guess.joined(batch.get(row)).first(most))
-        batch.cut(np.array([self._room(drafted) for drafted in fresh]))
+        if self._vllm is not None:
+            self._vllm.join(batch, fresh)
+        batch.cut(self._rooms(fresh))
         return batch
 
     def _ahead(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
         """Returns the tokens that a lost chunk had already made, followed by the guess."""
         known = drafted.group.index.ahead(drafted.chunk.draft.sample_index, drafted.generated, most)
         return guess.after(known).first(most) if len(known) else NOTHING
+
+    def _rooms(self, fresh: list[DraftedTokens]) -> np.ndarray:
+        return np.array([self._room(drafted) for drafted in fresh])
 
     def _room(self, drafted: DraftedTokens) -> int:
         """Returns the maximum number of draft tokens of a chunk.
@@ -342,7 +381,8 @@ class EngineDrafts:
     def methods(self) -> tuple[str, ...]:
         """Draft methods available now (`DraftPlan.method`); the first is the default of plans without a method."""
         model = (DraftMethod.MODEL,) if self._model is not None and self._model.reached else ()
-        return model + (tuple(EVIDENCE) if self._indexed else ())
+        vllm = (DraftMethod.VLLM,) if self._vllm is not None else ()
+        return model + (tuple(EVIDENCE) if self._indexed else ()) + vllm
 
     def counts(self) -> dict[str, int]:
         """Returns drafted and accepted tokens by source, microseconds spent (since the start), and index sizes."""
@@ -362,3 +402,11 @@ class EngineDrafts:
             self._feed.close()
         if self._model is not None:
             self._model.stop()
+
+
+def _add(tests: dict[str, list[int]], method: str, right: int, tested: int) -> None:
+    """Adds the result of one verification to the counts of a step."""
+    of_method = tests.setdefault(method, [0, 0, 0])
+    of_method[0] += right
+    of_method[1] += tested
+    of_method[2] += 1

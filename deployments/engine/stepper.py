@@ -6,6 +6,7 @@ An abort loses no token that has arrived.
 """
 
 import time
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from tailrace.deployments.messages.errors import RequestRefused, one_line
 from tailrace.deployments.vllm_exact.async_scheduling import DEPTH
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
+from tailrace.deployments.vllm_exact.patches import set_proposed
 from tailrace.deployments.vllm_exact.requests import Requests
 from tailrace.kvpool.pool_config import PoolEndpoint
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
@@ -64,16 +66,19 @@ class Stepper:
         self._constant = {
             **self._requests.limits(), "replica_id": replica_id, "max_running": config.max_running,
             "max_loras": self.adapters.slots, "keeps_routes": config.keeps_routes,
-            "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
+            "draft_tokens": config.draft_tokens,
         }  # fmt: skip
         self._performance, self._link, self._drafts = PerformanceEstimator(), None, None
-        if config.draft.is_ours:
+        if config.draft.drafts:
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
             length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
             self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary)
             self._performance = self._drafts.performance
+            if config.own_drafter is not None:
+                proposed = config.own_drafter["num_speculative_tokens"]
+                self._drafts.add_vllm(proposed, partial(set_proposed, self._engine))
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
             from tailrace.deployments.engine.pool_client import PoolClient
@@ -84,7 +89,7 @@ class Stepper:
         parts = self._requests, self._redraws, self._link, max(DEPTH, 1 + self._constant["draft_tokens"])
         self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
         self._suspects = self._recovery.suspects
-        warmup.warm_up(self, config.max_running, config.draft.draft_tokens if self._drafts is not None else 0)
+        warmup.warm_up(self, config.max_running, config.draft_tokens)
         self.reset_cache()
         self._pace.reset()
         self._performance.start_s = time.monotonic() - began_s
@@ -216,7 +221,10 @@ class Stepper:
     def _after(self, outputs: list[StepOutput], work: StepWork, took_s: float, now_s: float) -> list[tuple]:
         """Takes the tokens of a step, proposes drafts, and hears from the pool. Returns the tokens by chunk id."""
         made, made_tokens = self._receive(outputs, now_s)
-        self._performance.step(len(made), work.verified_tokens, took_s, made_tokens, now_s, work.context_tokens)
+        decoding_s = took_s
+        if self._drafts is not None:
+            decoding_s = self._drafts.step(took_s, len(made), work.verified_tokens, work.ahead)
+        self._performance.step(len(made), work.verified_tokens, decoding_s, made_tokens, now_s, work.context_tokens)
         self.progress_s = now_s if outputs else self.progress_s
         if not (outputs or self._pace.computing):
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter

@@ -18,6 +18,7 @@ class Source(IntEnum):
     HISTORY = 2  # answers to the same prompt in earlier epochs
     MODEL = 3  # a draft model, see deployments.drafter
     OTHER = 4  # answers to other prompts
+    VLLM = 5  # vLLM's own drafter: MTP, EAGLE, a draft model, n-grams
 
 
 def bits(*sources: Source) -> int:

@@ -17,7 +17,7 @@ ENGINE_ARGS = ("vllm", "engine/arg_utils.py", "EngineArgs")
 OURS = {
     "model": "model", "dtype": "dtype", "max_model_len": "max_model_len", "max_num_seqs": "max_running",
     "max_num_active_seqs": "max_running", "max_num_batched_tokens": "max_batched_tokens", "block_size": "block_tokens",
-    "tensor_parallel_size": "tensor_parallel", "speculative_config": "draft", "worker_cls": "", "seed": "",
+    "tensor_parallel_size": "tensor_parallel", "worker_cls": "", "seed": "",
     "enable_prefix_caching": "", "enable_chunked_prefill": "", "max_logprobs": "",
     "disable_log_stats": "", "mm_processor_cache_gb": "",
 }  # fmt: skip
@@ -26,6 +26,9 @@ OURS = {
 
 ROUTED_EXPERTS = "enable_return_routed_experts"
 """vLLM's argument for routed experts in results. vLLM's own way needs its second runner and has none of pulled KV."""
+
+SPECULATION = "speculative_config"
+"""vLLM's argument for its own drafter, which drafts beside the index, or alone with `draft.method: vllm`."""
 
 ASYNC = "async_scheduling"
 """vLLM's argument for steps that are scheduled before the tokens of the one before have arrived."""
@@ -57,9 +60,10 @@ def usual_level(given: dict[str, Any]) -> Exactness:
 
 
 def usual_runner(given: dict[str, Any]) -> str:
-    """Returns vLLM's model runner for these settings: V2, its default, on GPUs, unless V2 lacks their draft method."""
-    draft = given.get("draft")
-    return "v1" if given.get("device") != "gpu" or (draft and draft.method == "suffix") else "v2"
+    """Returns vLLM's model runner for these settings: V2, its default, on GPUs, unless V2 lacks their drafter."""
+    drafter = (given.get("vllm_args") or {}).get(SPECULATION)
+    suffix = isinstance(drafter, dict) and drafter.get("method") == "suffix"
+    return "v1" if given.get("device") != "gpu" or suffix else "v2"
 
 
 INDEX_MIB = 32
@@ -70,33 +74,35 @@ class DraftConfig(BaseModel):
     """The source of draft tokens.
 
     `group` is the index of the sample's group, with a draft model if there is one. `model` is the draft model alone.
-    `ngram` and `suffix` are vLLM's own methods.
+    `vllm` is vLLM's own drafter alone (`vllm_args.speculative_config`); with that argument it drafts beside the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=without_constants)
     file_keys: ClassVar[tuple[str, ...]] = ("method",)
 
-    method: Literal["off", "ngram", "suffix", "group", "model"] = Field(
+    method: Literal["off", "group", "model", "vllm"] = Field(
         "group",
         description="group: the index of the sample's group, and a draft model if there is one; model: the draft model "
-        "alone; ngram and suffix: vLLM's own",
+        "alone; vllm: vLLM's own drafter alone, that of vllm_args.speculative_config",
     )
     draft_tokens: int = Field(16, ge=1, le=64, description="maximum draft tokens per verification")
-    lookup_max: int = Field(4, ge=1, description="ngram: longest n-gram looked up")
-    lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
     index: IndexSettings = Field(IndexSettings(), description="group: parts and weights of the index")
     index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
 
     @field_validator("method", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        """Undoes YAML 1.1, which Serve reads: it takes `off` for false."""
+        """Undoes YAML 1.1, which Serve reads: it takes `off` for false. Says what replaces methods of old files."""
+        if value in ("ngram", "suffix"):
+            raise ValueError(
+                f"write vllm, and vllm_args: {{{SPECULATION}: {{method: {value}, num_speculative_tokens: 4}}}}"
+            )
         return "off" if value is False else value
 
     @property
-    def is_ours(self) -> bool:
-        """True if Tailrace makes the drafts (`drafts.py`), and not vLLM."""
-        return self.method in ("group", "model")
+    def drafts(self) -> bool:
+        """True if the engine drafts, see deployments.drafting.drafts."""
+        return self.method != "off"
 
 
 class EngineConfig(BaseModel):
@@ -169,6 +175,24 @@ class EngineConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _drafter_fits(self) -> "EngineConfig":
+        key, own = f"vllm_args.{SPECULATION}", self.vllm_args.get(SPECULATION)
+        if self.draft.method == "vllm" and own is None:
+            raise KeyedError("draft.method", f"vllm needs {key}, such as {{method: mtp, num_speculative_tokens: 1}}")
+        if own is None:
+            return self
+        if not self.draft.drafts:
+            raise KeyedError(key, "draft.method is off; write vllm or group there, or remove it")
+        length = own.get("num_speculative_tokens") if isinstance(own, dict) else None
+        if not (isinstance(length, int) and 1 <= length <= self.draft.draft_tokens):
+            raise KeyedError(
+                key, f"it needs num_speculative_tokens, from 1 to {self.draft.draft_tokens}: tokens that it proposes"
+            )
+        if self.vllm_args.get("data_parallel_size", 1) > 1:
+            raise KeyedError(key, "ranks of one engine would switch it apart; remove vllm_args.data_parallel_size")
+        return self
+
+    @model_validator(mode="after")
     def _level_fits(self) -> "EngineConfig":
         if self.exactness == "law" and self.redraw_close_calls:
             raise KeyedError(
@@ -192,8 +216,8 @@ class EngineConfig(BaseModel):
     def _runner_fits(self) -> "EngineConfig":
         if self.model_runner == "v2" and self.device == "cpu":
             raise ValueError("model_runner v2 runs on GPUs alone; with device cpu take v1")
-        if self.model_runner == "v2" and self.draft.method == "suffix":
-            raise ValueError("model_runner v2 has no draft method suffix; take another, or v1")
+        if self.model_runner == "v2" and (self.own_drafter or {}).get("method") == "suffix":
+            raise ValueError("model_runner v2 has no suffix drafter; take another, or v1")
         return self
 
     @model_validator(mode="after")
@@ -201,15 +225,15 @@ class EngineConfig(BaseModel):
         if self.vllm_args.get(ASYNC) and not self._can_run_ahead:
             raise KeyedError(
                 f"vllm_args.{ASYNC}",
-                "it needs device: gpu, model_runner: v2, draft.method off, group or model, no redraw_close_calls, no "
-                "pipeline_parallel_size; change these, or remove it",
+                "it needs device: gpu, model_runner: v2, no redraw_close_calls, no pipeline_parallel_size; change "
+                "these, or remove it",
             )
         return self
 
     @property
     def _can_run_ahead(self) -> bool:
-        waits = self.redraw_close_calls or not (self.draft.is_ours or self.draft.method == "off")
-        return self.model_runner == "v2" and not waits and self.vllm_args.get("pipeline_parallel_size", 1) == 1
+        stages = self.vllm_args.get("pipeline_parallel_size", 1)
+        return self.model_runner == "v2" and not self.redraw_close_calls and stages == 1
 
     @property
     def runs_ahead(self) -> bool:
@@ -227,9 +251,25 @@ class EngineConfig(BaseModel):
         return bool(self.vllm_args.get(ROUTED_EXPERTS))
 
     @property
+    def own_drafter(self) -> dict | None:
+        """Returns the settings of vLLM's own drafter, or None if there is none."""
+        return self.vllm_args.get(SPECULATION)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Maximum draft tokens of a verification, 0 without drafts: with vLLM's drafter a multiple of its proposals,
+        as vLLM wants it.
+        """
+        if not self.draft.drafts:
+            return 0
+        most, length = self.draft.draft_tokens, (self.own_drafter or {}).get("num_speculative_tokens", 1)
+        return most - most % length
+
+    @property
     def sized_draft(self) -> DraftConfig:
-        """Returns `draft` with memory for the indexes of as many chunks as may run."""
-        return self.draft.model_copy(update={"index_mib": max(self.draft.index_mib, INDEX_MIB * self.max_running)})
+        """Returns `draft` with memory for the indexes of as many chunks as may run, and with `draft_tokens`."""
+        memory = max(self.draft.index_mib, INDEX_MIB * self.max_running)
+        return self.draft.model_copy(update={"index_mib": memory, "draft_tokens": self.draft_tokens})
 
     @property
     def weight_transfer(self) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.vllm_exact.attention import invariant_arguments
-from tailrace.deployments.vllm_exact.engine_config import ASYNC, ROUTED_EXPERTS, DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import ASYNC, ROUTED_EXPERTS, SPECULATION, EngineConfig
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
 from tailrace.kvpool.keys import PREFIX, fingerprint
 from tailrace.kvpool.pool_config import BUFFER_MIB, PoolEndpoint
@@ -82,9 +82,9 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None, ah
             os.environ.update(pool_settings(pool, file))
             arguments["kv_transfer_config"] = transfer_config(config, pool)
             engine = started(arguments, ahead)
-    if config.draft.is_ours:
-        verify_drafts_only(engine)
-        if config.model_runner == "v2":
+    if config.draft.drafts:
+        verify_drafts_only(engine, proposes=config.own_drafter is not None)
+        if config.model_runner == "v2" and config.own_drafter is None:
             engine.collective_rpc("propose_nothing")
     return engine
 
@@ -165,11 +165,11 @@ def engine_arguments(config: EngineConfig) -> dict:
         ours["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if config.device == "cpu":
         ours["enforce_eager"] = True
-    if (speculation := speculative_config(config.draft, config.model_runner)) is not None:
-        ours["speculative_config"] = speculation
-    if taken := sorted(ours.keys() & config.vllm_args.keys() - {ASYNC}):
+    if config.draft.drafts:
+        ours[SPECULATION] = speculative_config(config)
+    if taken := sorted(ours.keys() & config.vllm_args.keys() - {ASYNC, SPECULATION}):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
-    given = {key: value for key, value in config.vllm_args.items() if key not in (ROUTED_EXPERTS, ASYNC)}
+    given = {key: value for key, value in config.vllm_args.items() if key not in (ROUTED_EXPERTS, ASYNC, SPECULATION)}
     if config.keeps_routes:
         given["additional_config"] = {**(given.get("additional_config") or {}), ROUTED_EXPERTS: True}
     return ours | given | attention_arguments(config) | adapter_arguments(given)
@@ -196,23 +196,20 @@ def adapter_arguments(given: dict) -> dict:
     return {"max_cpu_loras": max(given.get("max_cpu_loras") or MIN_ADAPTERS, given.get("max_loras", 1) + 1)}
 
 
-def speculative_config(draft: DraftConfig, model_runner: str = "v1") -> dict | None:
-    """Returns vLLM's speculative settings. With Tailrace's methods, vLLM verifies the drafts set on its requests.
+def speculative_config(config: EngineConfig) -> dict:
+    """Returns vLLM's speculative settings. vLLM verifies the drafts set on its requests, with any method.
 
-    Its second model runner takes no class of ours, so it gets vLLM's n-gram lookup, which then proposes nothing.
+    Without a drafter of vLLM's its first model runner gets one of ours, which proposes nothing. The second takes no
+    class of ours, so it gets vLLM's n-gram lookup, which then proposes nothing.
     """
-    most = {"method": draft.method, "num_speculative_tokens": draft.draft_tokens}
-    match draft.method:
-        case "off":
-            return None
-        case "ngram":
-            return most | {"prompt_lookup_max": draft.lookup_max, "prompt_lookup_min": draft.lookup_min}
-        case "suffix":
-            return most
-        case "group" | "model" if model_runner == "v2":
-            return most | {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
-        case "group" | "model":
-            return most | {"method": "custom_class", "model": "tailrace.deployments.vllm_exact.proposer.NoDrafts"}
+    most, own = {"num_speculative_tokens": config.draft_tokens}, config.own_drafter
+    if own is None and config.model_runner == "v2":
+        return most | {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
+    if own is None:
+        return most | {"method": "custom_class", "model": "tailrace.deployments.vllm_exact.proposer.NoDrafts"}
+    if config.model_runner == "v2":  # it captures its drafter's CUDA graphs for this many tokens
+        most["num_speculative_tokens_per_batch_size"] = [[1, config.max_running, own["num_speculative_tokens"]]]
+    return own | most
 
 
 def cache_prefix(config: EngineConfig, pool: PoolEndpoint) -> str:

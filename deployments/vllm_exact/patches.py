@@ -20,7 +20,7 @@ def make_llvmlite_scannable() -> None:
         ffi.lib._fntab["__dict__"] = {}
 
 
-def verify_drafts_only(engine) -> None:
+def verify_drafts_only(engine, proposes: bool = False) -> None:
     """Removes dummy drafts: a chunk that continues with all its KV computes one token in its first step.
 
     Symptom (vLLM 0.32): with speculation on, vLLM pads a new request whose context is computed except its last token.
@@ -33,11 +33,18 @@ def verify_drafts_only(engine) -> None:
     It also leaves out a pass over all requests after each step that would give them the drafts of `NoDrafts`: none. The
     scheduler has dropped the drafts of the step before. An asynchronous scheduler would put places for drafts to come
     into the next step, as many as the table says; ours never come from the device, so it says 0.
+
+    `proposes`: the engine has a drafter of vLLM's, whose drafts come in that pass, as many as `set_proposed` says.
     """
     core = engine.engine_core.engine_core
-    core.check_for_draft_tokens, scheduler = False, core.scheduler
-    drafts = 0 if core.async_scheduling else scheduler.num_spec_tokens
-    scheduler.dynamic_sd_lookup = [drafts] * (scheduler.max_num_running_reqs + 1)
+    core.check_for_draft_tokens = proposes
+    set_proposed(engine, 0 if proposes or core.async_scheduling else core.scheduler.num_spec_tokens)
+
+
+def set_proposed(engine, tokens: int) -> None:
+    """Sets how many tokens vLLM's own drafter proposes for each request, from the next step on."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.dynamic_sd_lookup = [tokens] * (scheduler.max_num_running_reqs + 1)
 
 
 def multiply_by_slot(wrapper: str) -> None:

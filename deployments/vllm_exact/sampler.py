@@ -158,6 +158,18 @@ class ExactSampler:
             self.note(batch, owner, positions, drawn[1:], more)
         return output(drawn[0][:, None], logits.device)
 
+    def draft(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens i32[n] that a draft model of vLLM's proposes, by its logits [n, V] for the batch's
+        requests at these positions i64[n]. Drawn as if no rule held.
+        """
+        batch, _ = self.batch(len(logits))
+        if batch.slots is None:
+            return logits.argmax(-1).int()
+        places, columns = positions.cpu().numpy(), dict(batch.columns)
+        forced = forced_tokens(batch.replays, np.arange(len(places)), places)
+        drawn = self._sample_rows(logits.float(), columns.pop("key"), places, **columns, forced=forced)
+        return torch.from_numpy(drawn[0])
+
     def note(self, batch: _Batch, rows: np.ndarray, positions: np.ndarray, values, more) -> None:
         """Stores the records of one token of each of these requests, and its close calls. `values`: values of the
         tokens.

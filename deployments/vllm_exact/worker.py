@@ -21,6 +21,7 @@ from tailrace.deployments.staging.received import ReceivedWeights
 from tailrace.deployments.vllm_exact import lora, windows
 from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS
 from tailrace.deployments.vllm_exact.sampler import ExactSampler
+from tailrace.deployments.vllm_exact.shared_noise import share_noise
 from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, read_tensors, refusal, tensors_of
 
 
@@ -39,6 +40,8 @@ class ExactWorker:
         runner.sampler = self.sampler_of(runner)
         if getattr(runner, "rejection_sampler", None) is not None:  # only built when something drafts
             runner.rejection_sampler = runner.sampler.verifier()
+        if getattr(runner, "drafter", None) is not None:
+            share_noise(runner.drafter, runner.sampler)
         if self.model_config.is_multimodal_model:
             encoder.encode_alone(runner)
         self._received = ReceivedWeights()

@@ -4,9 +4,12 @@ from enum import StrEnum
 
 
 class DraftMethod(StrEnum):
-    """`group`: the group's index, with mates and history. `history`, `ngram`: parts of it. `model`: a draft model."""
+    """`group`: the group's index, with mates and history. `history`, `ngram`: parts of it. `model`: a draft model.
+    `vllm`: vLLM's own drafter.
+    """
 
     GROUP = "group"
     HISTORY = "history"
     NGRAM = "ngram"  # prompt lookup, in the sample's own answer too
     MODEL = "model"
+    VLLM = "vllm"

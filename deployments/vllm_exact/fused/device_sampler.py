@@ -104,6 +104,13 @@ class DeviceSampler(ExactSampler):
         self.leave(note, values, places)
         return device_output(tokens[:, None])
 
+    def draft(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        batch, _ = self.batch(len(logits))
+        if batch.slots is None or batch.replays:
+            return logits.argmax(-1).int()
+        keys, parameters = self._of(batch, np.arange(len(logits)), logits)
+        return kernel.draw(logits, keys, positions, parameters)[0]
+
     def start(self, logits, batch, owner: np.ndarray, indexes: torch.Tensor):
         """Returns (tokens i32[m], values f32[m, 3], positions i64[m]) of rows of logits, all on the device.
 

@@ -123,7 +123,7 @@ class CheckedEngine:
         from tailrace.deployments.engine.stepper import Stepper
 
         began_s, self.answers, self.version = time.perf_counter(), GivenAnswers(), 0
-        feed = self.answers if config.draft.is_ours else None
+        feed = self.answers if config.draft.drafts else None
         self.stepper = Stepper(config=config, replica_id="gpu-check", weights_version=0, rank=0, pool=pool, feed=feed)
         self.loop = EngineLoop(self.stepper)
         self.start_s = time.perf_counter() - began_s

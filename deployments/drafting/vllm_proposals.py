@@ -1,0 +1,150 @@
+"""The proposals of vLLM's own drafter (MTP, EAGLE, a draft model, n-grams), and the steps in which it makes them.
+
+vLLM proposes at the end of a step, for all requests, in the same model runner. Its proposals are one more source of
+drafts, with a measured acceptance. The drafter costs time in the step, so it runs while its drafts are worth its
+measured seconds; a step with it now and then shows whether that has changed.
+Invariant: steps with it wait for their tokens, see deployments.engine.step_pace. Its seconds are the difference of two
+steps of one size, one with it and the next without. Owned by `EngineDrafts`, on the engine's thread.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tailrace.deployments.draft_index.proposal import Proposal, accepted_tokens
+from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
+from tailrace.deployments.drafting.proposal_batch import ProposalBatch
+from tailrace.deployments.messages.context import Source
+from tailrace.policies.models.acceptance_estimator import AcceptanceEstimator
+from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import chance, count_tested
+from tailrace.policies.protocol.step_cost import StepCost
+
+ON_DEVICE = -1
+"""A proposed token that the host does not know: vLLM's second runner keeps proposals on the device."""
+
+FIRST_MEASURE, MEASURE, LOOK, TRIAL = 8, 64, 8, 256
+"""Steps with the drafter before the first one without it, and between two of these, which measure its seconds; steps
+without it between two looks whether it would pay; and before a trial, which tests its proposals again.
+"""
+
+WEIGHT, LIKE = 0.25, 0.1
+"""Weight of a new measurement of its seconds; maximum difference between the tokens of the two compared steps."""
+
+
+class VllmProposals:
+    """`length`: tokens of a proposal. `switch`: sets how many tokens vLLM proposes, from the next step on."""
+
+    def __init__(self, length: int, switch: Callable[[int], None], acceptance: AcceptanceEstimator):
+        self._length, self._switch, self._acceptance = length, switch, acceptance
+        self.on = self.ran = False  # in the next step; in the step that has just ended
+        self.trial = False
+        self._steps, self._until_measure, self._until_look = 0, FIRST_MEASURE, 0
+        self._seconds = 0.0
+        self._before: tuple[float, int, int] | None = None  # seconds, samples and tokens of the step before, if with it
+        switch(0)
+
+    def step(self, took_s: float, samples: int, tokens: int, ahead: bool) -> float:
+        """Records a step that verified this many tokens. Returns its seconds without those of the drafter. `ahead`: it
+        was scheduled before the drafter was switched.
+        """
+        self.ran = self.on and not ahead
+        self._steps += 1
+        before, self._before = self._before, (took_s, samples, tokens) if self.ran else None
+        if self.ran:
+            return max(0.0, took_s - self._seconds)
+        if before is not None and before[1] == samples and abs(before[2] - tokens) <= max(2.0, LIKE * before[2]):
+            found = max(0.0, before[0] - took_s)
+            self._seconds += (WEIGHT if self._seconds else 1.0) * (found - self._seconds)
+        return took_s
+
+    def count(self, drafted: DraftedTokens, tokens: list[int]) -> tuple[int, int]:
+        """Returns how many tokens of a chunk's proposal were right, and how many were tested, verified or not.
+
+        `tokens`: those that the step has emitted.
+        """
+        proposed, drafted.proposed = drafted.proposed, []
+        if not proposed:
+            return 0, 0
+        if proposed[0] != ON_DEVICE:
+            right, seen = accepted_tokens(proposed, tokens), min(len(proposed), len(tokens))
+        elif drafted.draft and drafted.draft[0] == ON_DEVICE:
+            right, seen = min(len(drafted.draft), len(tokens) - 1), len(drafted.draft)
+        else:
+            return 0, 0
+        tested = count_tested(right, seen)
+        drafted.proposed_right += right
+        drafted.proposed_tested += tested
+        return right, tested
+
+    def take(self, running: Sequence[DraftedTokens]) -> None:
+        """Takes the proposals of the step that has ended off the requests of these chunks."""
+        for drafted in running:
+            drafted.proposed = list(drafted.request.spec_token_ids[: self._length]) if self.ran else []
+            drafted.request.spec_token_ids = []
+
+    def join(self, batch: ProposalBatch, running: Sequence[DraftedTokens], guess: bool = False) -> None:
+        """Joins the proposals of these chunks with those in the batch, row by row. `guess`: as if it had run."""
+        most = batch.tokens.shape[1]
+        for row, drafted in enumerate(running):
+            tokens = [ON_DEVICE] * self._length if guess else drafted.proposed
+            if tokens and drafted.chunk.draft.method in (None, DraftMethod.VLLM):
+                batch.put(row, self._proposal(drafted, tokens).joined(batch.get(row)).first(most))
+
+    def _proposal(self, drafted: DraftedTokens, tokens: list[int]) -> Proposal:
+        right = chance(drafted.proposed_right, drafted.proposed_tested, self._acceptance.chance(DraftMethod.VLLM))
+        return Proposal(
+            tokens=np.array(tokens, np.int32),
+            right=np.full(len(tokens), right, np.float32),
+            sources=np.full(len(tokens), Source.VLLM, np.uint8),
+            match_tokens=0,
+        )
+
+    def looks(self) -> bool:
+        """Returns whether it is time to see if it would pay, while it does not run."""
+        self._until_look -= 0 if self.on else 1
+        if self.on or self._until_look > 0:
+            return False
+        self._until_look = LOOK
+        return True
+
+    def decide(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost) -> None:
+        """Decides whether it runs in the next step, by the drafts of these budgets i32[n]."""
+        if self.trial and not self.ran:
+            return  # its step is still to come
+        self.trial = False
+        if self._pays(batch, budgets, cost):
+            measures = self.on and self._steps >= self._until_measure
+            self._set(not measures)
+            if measures:
+                self._until_measure, self._until_look = MEASURE, 0
+        else:
+            self.trial = not self.on and self._steps >= TRIAL
+            self._set(self.trial)
+
+    @staticmethod
+    def _gains(batch: ProposalBatch, budgets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns each row's expected right tokens f64[n], and whether vLLM's drafter made some of its draft bool[n]."""
+        inside = np.arange(batch.right.shape[1]) < budgets[:, None]
+        gains = np.where(inside, np.cumprod(batch.right, axis=1), 0.0).sum(axis=1)
+        return gains, (inside & (batch.sources == Source.VLLM)).any(axis=1)
+
+    def _pays(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost) -> bool:
+        gains, of_vllm = self._gains(batch, budgets)
+        if not of_vllm.any():
+            return False
+        count, others = len(budgets), ~of_vllm
+        with_s = float(cost.at(count + budgets.sum())) + self._seconds
+        without_s = float(cost.at(count + budgets[others].sum()))
+        return (count + gains.sum()) * without_s > (count + gains[others].sum()) * with_s
+
+    def rest(self) -> None:
+        """Lets it propose nothing in the next step, since nothing drafts."""
+        self.trial = False
+        self._set(False)
+
+    def _set(self, on: bool) -> None:
+        if on != self.on:
+            self.on, self._steps = on, 0
+            self._until_look = LOOK
+            self._switch(self._length if on else 0)
