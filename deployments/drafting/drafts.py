@@ -234,7 +234,7 @@ class EngineDrafts:
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
-        due = self._model is not None or (self._vllm and self._vllm.on) or self._is_due(len(fresh), cost)
+        due = self._model is not None or self._proposes or self._is_due(len(fresh), cost)
         found = (due or not all([drafted.futile for drafted in fresh])) and self._draft(fresh, cost, due, ahead)
         self._spent_s += time.perf_counter() - began_s
         return found
@@ -258,9 +258,9 @@ class EngineDrafts:
         fresh, waiting = self._apart(fresh, ahead)
         self._fresh = [] if ahead else waiting
         if not fresh or cost is None or not self._policy.max_draft_tokens:
-            if self._vllm is not None:
+            if self._vllm is not None and fresh:
                 self._vllm.rest()
-            return bool(waiting)
+            return bool(waiting) or self._proposes
         batch = self._proposals(fresh, cost, due)
         memory = self._memory
         budgets, self._memory = self._policy.decide(self._view(fresh, batch, cost), memory)
@@ -275,20 +275,26 @@ class EngineDrafts:
             drafted.draft, at = tokens[row][:budget], row * width
             drafted.sources = sources[at : at + budget]
             drafted.request.spec_token_ids = tokens[row][:budget]
-        return bool(waiting or budgets.any() or (self._vllm and self._vllm.on))
+        return bool(waiting or budgets.any()) or self._proposes
+
+    @property
+    def _proposes(self) -> bool:
+        """True if vLLM's drafter runs in the next step."""
+        return self._vllm is not None and self._vllm.on
 
     def _with_vllm(self, fresh: list[DraftedTokens], batch: ProposalBatch, budgets, cost: StepCost, memory):
         """Decides whether vLLM's drafter runs in the next step. Returns the budgets i32[n] of this one."""
-        vllm = self._vllm
+        vllm, weighed = self._vllm, cost if self._policy.by_worth else None
         if vllm.ran:
             if vllm.trial:
-                budgets = np.where((batch.sources[:, 0] == Source.VLLM) & (batch.lengths > 0), np.maximum(budgets, 1), budgets)
-            vllm.decide(batch, budgets, cost)
-        elif vllm.looks():
+                tested = (batch.sources[:, 0] == Source.VLLM) & (batch.lengths > 0)
+                budgets = np.where(tested, np.maximum(budgets, 1), budgets)
+            vllm.decide(batch, budgets, weighed)
+        elif vllm.looks(weighed is not None):
             guess = batch.copy()
             vllm.join(guess, fresh, guess=True)
             guess.cut(self._rooms(fresh))
-            vllm.decide(guess, self._policy.decide(self._view(fresh, guess, cost), memory)[0], cost)
+            vllm.decide(guess, self._policy.decide(self._view(fresh, guess, cost), memory)[0], weighed)
         return budgets
 
     def _apart(self, fresh: list[DraftedTokens], ahead: bool) -> tuple[list[DraftedTokens], list[DraftedTokens]]:

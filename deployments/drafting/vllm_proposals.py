@@ -100,16 +100,18 @@ class VllmProposals:
             match_tokens=0,
         )
 
-    def looks(self) -> bool:
-        """Returns whether it is time to see if it would pay, while it does not run."""
-        self._until_look -= 0 if self.on else 1
-        if self.on or self._until_look > 0:
+    def looks(self, weighed: bool) -> bool:
+        """Returns whether to see if it would pay, while it does not run. `weighed`: the policy weighs its cost."""
+        self._until_look -= 1
+        if self.on or (weighed and self._until_look > 0):
             return False
         self._until_look = LOOK
         return True
 
-    def decide(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost) -> None:
-        """Decides whether it runs in the next step, by the drafts of these budgets i32[n]."""
+    def decide(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> None:
+        """Decides whether it runs in the next step, by the drafts of these budgets i32[n]. `cost`: None if the policy
+        drafts whatever it costs.
+        """
         if self.trial and not self.ran:
             return  # its step is still to come
         self.trial = False
@@ -129,10 +131,10 @@ class VllmProposals:
         gains = np.where(inside, np.cumprod(batch.right, axis=1), 0.0).sum(axis=1)
         return gains, (inside & (batch.sources == Source.VLLM)).any(axis=1)
 
-    def _pays(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost) -> bool:
+    def _pays(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> bool:
         gains, of_vllm = self._gains(batch, budgets)
-        if not of_vllm.any():
-            return False
+        if cost is None or not of_vllm.any():
+            return bool(of_vllm.any())
         count, others = len(budgets), ~of_vllm
         with_s = float(cost.at(count + budgets.sum())) + self._seconds
         without_s = float(cost.at(count + budgets[others].sum()))
@@ -142,6 +144,7 @@ class VllmProposals:
         """Lets it propose nothing in the next step, since nothing drafts."""
         self.trial = False
         self._set(False)
+        self._until_look = 0
 
     def _set(self, on: bool) -> None:
         if on != self.on:

@@ -19,6 +19,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.vllm_exact.kept_tokens import end_dead_rows, kept_tokens, top_logprobs
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 from tailrace.deployments.vllm_exact.replays import forced_tokens
+from tailrace.deployments.vllm_exact.shared_noise import share_noise
 
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
@@ -158,6 +159,10 @@ class ExactSampler:
             self.note(batch, owner, positions, drawn[1:], more)
         return output(drawn[0][:, None], logits.device)
 
+    def share_noise(self, proposer) -> None:
+        """Lets vLLM's own drafter draw with the noise of its requests."""
+        share_noise(proposer, self)
+
     def draft(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns the tokens i32[n] that a draft model of vLLM's proposes, by its logits [n, V] for the batch's
         requests at these positions i64[n]. Drawn as if no rule held.
@@ -205,7 +210,7 @@ class ExactSampler:
         if held.num_reqs != count:
             nothing = np.zeros(count, bool)
             none = {"states": [], "replays": {}, "slots": None, "rules": {}, "tops": {}, "masks": ()}
-            return _Batch(columns=_columns([WARM_UP] * count), stops=nothing, **none), np.zeros(count, np.int64)
+            return _Batch(columns=columns_of([WARM_UP] * count), stops=nothing, **none), np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
         states = list(map(self._runner.requests.__getitem__, held.req_ids))
         known = self._batch
@@ -220,7 +225,7 @@ class ExactSampler:
         tops = {i: a["tops"] for i, a in enumerate(args) if a.get("tops")}
         masks = tuple(i for i, a in enumerate(args) if a.get("mask"))
         more = {"stops": stops, "rules": rules, "tops": tops, "masks": masks}
-        self._batch = _Batch(states=states, columns=_columns(args), replays=replays, slots=slots, **more)
+        self._batch = _Batch(states=states, columns=columns_of(args), replays=replays, slots=slots, **more)
         return self._batch, positions
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
@@ -302,5 +307,6 @@ def _of_rows(columns: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.n
     return {name: values[rows] for name, values in columns.items()}
 
 
-def _columns(args: list[dict]) -> dict[str, np.ndarray]:
+def columns_of(args: list[dict]) -> dict[str, np.ndarray]:
+    """Returns the sampling parameters of requests, an array [n] for each name in COLUMNS."""
     return {name: np.array([a[name] for a in args], kind) for name, kind in COLUMNS.items()}

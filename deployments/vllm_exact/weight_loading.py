@@ -8,6 +8,7 @@ Safetensors only: other formats can run code while they are read. Called by the 
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,13 +50,26 @@ def tensors_of(folder: str) -> Tensors:
     return found
 
 
-def refusal(folder: str, loaded: Tensors) -> str | None:
-    """Returns in one line why the folder's weights cannot replace `loaded`, or None if they can."""
+def predicts_further(name: str, layers: int) -> bool:
+    """Returns whether a tensor belongs to layers for multi-token prediction, of a model of this many other layers.
+
+    vLLM's model leaves them to a drafter. Trainers may not have them: transformers leaves them out of its models.
+    """
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    return re.search(r"(^|\.)mtp", name) is not None or (layer is not None and int(layer[1]) >= layers)
+
+
+def refusal(folder: str, loaded: Tensors, layers: int) -> str | None:
+    """Returns in one line why the folder's weights cannot replace `loaded`, or None if they can. `layers`: of the
+    model; layers for multi-token prediction may be missing.
+    """
     try:
         found = tensors_of(folder)
     except ValueError as error:
         return str(error)
     for name in sorted(loaded.keys() | found.keys()):
+        if name not in found and predicts_further(name, layers):
+            continue
         if name not in found:
             return f"{called(folder)}: no tensor {name}, which the running model has"
         if name not in loaded:
@@ -134,6 +148,17 @@ def load_in_place(model_runner, folder: str) -> None:
                 experts.process_weights_after_loading(layer)
     except Exception as error:  # after any error the model is half loaded and the engine cannot continue
         raise RuntimeError(f"{called(folder)}: loading broke off half-way: {error!r}") from error
+
+
+def load_drafter(vllm_config, model, folder: str) -> None:
+    """Loads the weights of vLLM's own drafter from a folder. Raises RuntimeError when it fails half-way."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    files = _opened(folder)
+    try:
+        reload_weights(vllm_config, model, _tensors(files), weights_path=None, is_checkpoint_format=True)
+    except Exception as error:  # after any error the drafter is half loaded
+        raise RuntimeError(f"{called(folder)}: loading the drafter broke off half-way: {error!r}") from error
 
 
 def _files(folder: str) -> list[Path]:

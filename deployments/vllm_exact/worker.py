@@ -21,8 +21,15 @@ from tailrace.deployments.staging.received import ReceivedWeights
 from tailrace.deployments.vllm_exact import lora, windows
 from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS
 from tailrace.deployments.vllm_exact.sampler import ExactSampler
-from tailrace.deployments.vllm_exact.shared_noise import share_noise
-from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, read_tensors, refusal, tensors_of
+from tailrace.deployments.vllm_exact.weight_loading import (
+    Tensors,
+    load_drafter,
+    load_in_place,
+    predicts_further,
+    read_tensors,
+    refusal,
+    tensors_of,
+)
 
 
 class ExactWorker:
@@ -40,11 +47,12 @@ class ExactWorker:
         runner.sampler = self.sampler_of(runner)
         if getattr(runner, "rejection_sampler", None) is not None:  # only built when something drafts
             runner.rejection_sampler = runner.sampler.verifier()
-        if getattr(runner, "drafter", None) is not None:
-            share_noise(runner.drafter, runner.sampler)
+        self._proposer = getattr(runner, "speculator" if self.use_v2_model_runner else "drafter", None)
+        if self._proposer is not None:
+            runner.sampler.share_noise(self._proposer)
         if self.model_config.is_multimodal_model:
             encoder.encode_alone(runner)
-        self._received = ReceivedWeights()
+        self._received, self._drafter_lost = ReceivedWeights(), False
         self._tensors: Tensors = tensors_of(self.model_config.model)  # a trainer may write into that folder later
 
     def execute_model(self, scheduler_output):
@@ -64,7 +72,11 @@ class ExactWorker:
 
     def weights_refusal(self, folder: str) -> str | None:
         """Returns in one line why this folder's weights cannot replace the model's, or None."""
-        return refusal(folder, self._tensors)
+        return refusal(folder, self._tensors, self._layers)
+
+    @property
+    def _layers(self) -> int:
+        return self.model_config.hf_text_config.num_hidden_layers
 
     def load_weights_from(self, folder: str) -> None:
         """Loads a folder's safetensors, not refused, into the running model; no request may be in flight.
@@ -73,6 +85,20 @@ class ExactWorker:
         """
         with set_current_vllm_config(self.vllm_config):  # as vLLM's own `Worker.reload_weights`
             lora.keep_adapters(self.model_runner, partial(load_in_place, self.model_runner, folder))
+            if (source := self._drafter_source(folder)) is not None:
+                load_drafter(self.vllm_config, self._proposer.model, source)
+        self._drafter_lost = False
+
+    def _drafter_source(self, folder: str) -> str | None:
+        """Returns where vLLM's own drafter has its weights after a load of this folder; None if it keeps those it has.
+        """
+        settings = self.vllm_config.speculative_config
+        if getattr(self._proposer, "model", None) is None:
+            return None
+        if settings.method == "mtp":
+            has_them = any(predicts_further(name, self._layers) for name in tensors_of(folder))
+            return folder if has_them else None
+        return settings.draft_model_config.model if self._drafter_lost else None
 
     def hold_adapter(self, number: int, folder: str) -> str | None:
         """Loads a folder's adapter under a number. Returns why it must then be dropped, or None."""
@@ -91,7 +117,13 @@ class ExactWorker:
             raise ValueError("weights are read back on engines of one rank alone; set tensor_parallel to 1")
         if self.model_config.is_quantized or self.model_config.quantization is not None:
             raise ValueError("weights that are quantized are not read back: their values are not those of the source")
-        return HeldWeights(self.model_runner.get_model(), {name: shape for name, (shape, _) in self._tensors.items()})
+        return HeldWeights(self.model_runner.get_model(), self._shapes)
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the saved tensors that the model holds."""
+        held = {name: shape for name, (shape, _) in self._tensors.items()}
+        return {name: shape for name, shape in held.items() if not predicts_further(name, self._layers)}
 
     def weight_checksums(self) -> dict[str, str]:
         """Returns checksums of the weights held, by saved name. Raises ValueError, one line."""
@@ -186,7 +218,7 @@ if current_platform.is_cpu():
             again.
             """
             held, model = self.held_weights(), self.model_runner.get_model()
-            saved = [getattr(module, kind) for module, kind, _ in map(held.module_of, self._tensors)]
+            saved = [getattr(module, kind) for module, kind, _ in map(held.module_of, self._shapes)]
             packed = [module for module in model.modules() if is_packed(module)]
             if not {id(module.weight) for module in packed} <= set(map(id, saved)):
                 raise ValueError("a packed weight of the model is in no file, so a load would not bring it back")
@@ -240,6 +272,7 @@ else:
                     "the pool's client knows the addresses of the KV; an engine with a pool keeps its memory"
                 )
             self.sleep(level=2)
+            self._drafter_lost = True
 
         def wake(self, tag: str) -> None:
             """Allocates the memory of the weights, which a load then fills, or of the KV."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tailrace.deployments.vllm_exact.fused.device_sampler import DeviceRejectionSampler, DeviceSampler
+from tailrace.deployments.vllm_exact.fused.draft_noise import DraftNoise
 from tailrace.deployments.vllm_exact.fused.parameters import to_device
 from tailrace.deployments.vllm_exact.sampler import ARGS_KEY, NOTHING
 
@@ -79,6 +80,7 @@ class SamplerV2(DeviceSampler):
             raise ValueError(f"engine.model_runner v2 {reason}; take v1")
         super().__init__(StepView(runner))
         self._states, self._own = runner.req_states, runner.sampler
+        self._draft_noise: DraftNoise | None = None
 
     @property
     def sampling_states(self):
@@ -92,6 +94,15 @@ class SamplerV2(DeviceSampler):
         """Adds a request. Called by V2."""
         self._own.add_request(number, params)
         self._runner.add(number, params)
+        if self._draft_noise is not None and (args := (params.extra_args or {}).get(ARGS_KEY)) is not None:
+            self._draft_noise.set(number, args)
+
+    def share_noise(self, proposer) -> None:
+        """Lets vLLM's own drafter draw with the noise of its requests, if it draws at all."""
+        if hasattr(proposer, "sample_draft"):
+            held = self._states
+            self._draft_noise = DraftNoise(held.max_num_reqs, held.vocab_size, held.draft_tokens.device)
+            self._draft_noise.share_with(proposer)
 
     def apply_staged_writes(self) -> None:
         self._own.apply_staged_writes()
