@@ -126,7 +126,7 @@ class VllmProposals:
 
     @staticmethod
     def _gains(batch: ProposalBatch, budgets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each row's expected right tokens f64[n], and whether vLLM's drafter made some of its draft bool[n]."""
+        """Returns each row's expected right tokens f64[n], and bool[n]: whether vLLM's drafter made some of them."""
         inside = np.arange(batch.right.shape[1]) < budgets[:, None]
         gains = np.where(inside, np.cumprod(batch.right, axis=1), 0.0).sum(axis=1)
         return gains, (inside & (batch.sources == Source.VLLM)).any(axis=1)

@@ -154,13 +154,13 @@ class EngineConfig(BaseModel):
         False, description="draw close calls again from a canonical computation; docs/exactness.md has the cost"
     )
     draft: DraftConfig = DraftConfig()
-    model_runner: Literal["v1", "v2"] = Field(
-        default_factory=usual_runner,
-        description="vLLM's model runner (VLLM_USE_V2_MODEL_RUNNER); v2 on GPUs alone, docs/exactness.md",
-    )
     vllm_args: dict[str, Any] = Field(
         {},
         description="passed on to vLLM's EngineArgs as they are; for adapters `{enable_lora: true, max_lora_rank: N}`",
+    )
+    model_runner: Literal["v1", "v2"] = Field(
+        default_factory=usual_runner,
+        description="vLLM's model runner (VLLM_USE_V2_MODEL_RUNNER); v2 on GPUs alone, docs/exactness.md",
     )
 
     _known = field_validator("vllm_args")(known_arguments)

@@ -82,7 +82,13 @@ def drafts(**changes) -> Engine:
     return (("draft", DraftConfig(**changes)),)
 
 
+def of_vllm(**drafter) -> Engine:
+    """Returns the settings of an engine on which vLLM's own drafter alone drafts."""
+    return (*drafts(method="vllm"), ("vllm_args", {"speculative_config": drafter}))
+
+
 GROUP = drafts(method="group")
+LOOKED_UP = of_vllm(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=1)
 OWN_CAP_5 = (*drafts(index=IndexSettings(group_context=False, history=False)), ("max_running", 5))
 REDRAWN = (*GROUP, ("redraw_close_calls", True))
 
@@ -123,7 +129,7 @@ RUNS = (
     VerificationRun("master_node_lost", chunked(32, "fixed", "round_robin"), TWO, MOVES, lose_the_master),
     VerificationRun("head_restarted", chunked(23, "fixed"), Service(GROUP, restarted=True), ("drafted_tokens", "note")),
     VerificationRun("own_drafts_cap_5", chunked(64, "fixed"), Service(OWN_CAP_5)),
-    VerificationRun("ngram_drafts", chunked(64, "off"), Service(drafts(method="ngram", draft_tokens=4, lookup_min=1))),
+    VerificationRun("ngram_drafts", chunked(64, MODEL), Service(LOOKED_UP)),
     VerificationRun("redrawn", chunked(23, "fixed", "round_robin"), Service(REDRAWN), MOVES),
     VerificationRun("plain_adapters", WHOLE | {"drafting": "off"}, LORA, ("adapted_tokens",), adapted=True),
     VerificationRun(

@@ -131,9 +131,11 @@ def roll_all(
     """Returns every run's groups and note by run name. Services are started and stopped as the runs need them."""
     rolled: dict[str, dict] = {}
     with TemporaryDirectory(prefix="tailrace-drafter-") as folder:
-        for kind in dict.fromkeys(run.service for run in runs):
+        left = list(runs)
+        while left:
+            kind = left[0].service
             wanted = kind.of(with_engine(file, kind.engine_of(file)), Path(folder))
-            ours = [run for run in runs if run.service == kind]
+            ours, left = [run for run in left if run.service == kind], [run for run in left if run.service != kind]
             say(f"starting a service for {', '.join(run.name for run in ours)}")
             with contextlib.nullcontext() if kind.restarted else service(wanted, None) as client:
                 for run in ours:

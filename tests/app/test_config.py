@@ -232,8 +232,8 @@ def test_what_is_null_in_the_arguments_stays_null():
 
 
 def test_a_constant_that_code_has_changed_fits_no_file():
-    file = with_engine(load_config(), {"draft": DraftConfig(lookup_max=5)})
-    with pytest.raises(ValueError, match=r"DraftConfig\.lookup_max is set in code; no file can have it"):
+    file = with_engine(load_config(), {"draft": DraftConfig(draft_tokens=5)})
+    with pytest.raises(ValueError, match=r"DraftConfig\.draft_tokens is set in code; no file can have it"):
         declared(file)
     context = file.application.with_args(context=ContextConfig(flush_s=1.0))
     assert context.args.context.flush_s == 1.0

@@ -11,6 +11,7 @@ from tailrace.deployments.vllm_exact.launch import engine_arguments, process_set
 
 KERNELS = "VLLM_BATCH_INVARIANT"
 FA2 = {"backend": "FLASH_ATTN", "flash_attn_version": 2}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 OWN = SimpleNamespace(backend=None, flash_attn_version=2)
 
 
@@ -21,7 +22,7 @@ def config(**given) -> EngineConfig:
 def test_a_cpu_has_bits_and_v1_and_a_gpu_law_and_v2():
     cpu, gpu = config(device="cpu"), config()
     assert (cpu.exactness, cpu.model_runner, gpu.exactness, gpu.model_runner) == ("bits", "v1", "law", "v2")
-    assert config(draft={"method": "suffix"}).model_runner == "v1"  # V2 has no such drafts
+    assert config(vllm_args={"speculative_config": SUFFIX}).model_runner == "v1"  # V2 has no such drafter
     assert config(device="cpu", dtype="bfloat16").exactness == config(device="cpu", dtype="float16").exactness == "law"
     with pytest.raises(ValidationError, match=r"in float16 a CPU's tokens depend on the batch; write law, or dtype"):
         config(device="cpu", exactness="bits", dtype="float16")

@@ -7,6 +7,7 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineCon
 from tailrace.deployments.vllm_exact.launch import engine_arguments, process_settings
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def config(runner: str, method: str = "group") -> EngineConfig:
@@ -32,15 +33,32 @@ def test_v2_verifies_the_drafts_of_groups_by_a_method_that_it_has():
     for method in ("group", "model"):
         found = engine_arguments(config("v2", method))["speculative_config"]
         assert (found["method"], found["num_speculative_tokens"]) == ("ngram", 5)
-    assert engine_arguments(config("v2", "ngram"))["speculative_config"]["prompt_lookup_max"] == 4
     assert "speculative_config" not in engine_arguments(config("v2", "off"))
+
+
+def test_vllms_own_drafter_gets_room_for_the_longest_draft_in_whole_proposals():
+    """vLLM wants a multiple of the tokens that a model predicts; `per_batch_size` is what it captures graphs for."""
+    given = {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "greedy"}
+    found = {}
+    for runner in ("v1", "v2"):
+        own = EngineConfig(
+            model="m", device="gpu", model_runner=runner, max_running=6, vllm_args={"speculative_config": given},
+            draft=DraftConfig(method="vllm", draft_tokens=5), redraw_close_calls=False,
+        )  # fmt: skip
+        found[runner] = engine_arguments(own)["speculative_config"]
+        assert own.draft_tokens == own.sized_draft.draft_tokens == 4
+    assert found["v1"] == given | {"num_speculative_tokens": 4}
+    assert found["v2"] == found["v1"] | {"num_speculative_tokens_per_batch_size": [[1, 6, 2]]}
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"device": "cpu"}, "model_runner v2 runs on GPUs alone; with device cpu take v1"),
-        ({"device": "gpu", "draft": {"method": "suffix"}}, "model_runner v2 has no draft method suffix; take another"),
+        (
+            {"device": "gpu", "vllm_args": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}},
+            "model_runner v2 has no suffix drafter; take another",
+        ),
     ],
 )
 def test_a_setting_that_v2_cannot_carry_is_refused(given, reason):
@@ -56,7 +74,7 @@ def test_a_setting_that_v2_cannot_carry_is_refused(given, reason):
         ({"draft": {"method": "off"}}, True),
         ({"draft": {"method": "model"}}, True),
         ({"vllm_args": {"async_scheduling": False}}, False),
-        ({"draft": {"method": "ngram"}}, False),
+        ({"draft": {"method": "vllm"}, "vllm_args": {"speculative_config": MTP}}, True),
         ({"exactness": "bits", "redraw_close_calls": True}, False),
         ({"model_runner": "v1"}, False),
         ({"device": "cpu"}, False),

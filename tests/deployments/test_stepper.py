@@ -186,9 +186,11 @@ def engine(monkeypatch) -> Engine:
 
 
 def made(redraw: bool = False, pool: bool = False) -> Stepper:
-    draft = SimpleNamespace(method="off", draft_tokens=7, is_ours=False)
+    draft = SimpleNamespace(drafts=False)
     exact = {"close_call_tolerance": 0.1, "redraw_close_calls": redraw}
-    config = SimpleNamespace(model="m", max_running=8, draft=draft, keeps_routes=True, runs_ahead=False, **exact)
+    config = SimpleNamespace(
+        model="m", max_running=8, draft=draft, draft_tokens=0, keeps_routes=True, runs_ahead=False, **exact
+    )
     endpoint = SimpleNamespace(config=SimpleNamespace(save_deadline_s=1.0)) if pool else None
     return Stepper(config, "r1", 4, 0, endpoint)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from looked_up import looked_up
 
 from tailrace.deployments.vllm_exact import kernel_cpu
 from tailrace.deployments.vllm_exact.sampler import COLUMNS, extra_args
@@ -50,7 +51,7 @@ def test_a_step_of_v2_waits_for_nothing_and_draws_the_tokens_of_the_cpu(fused, d
     assert np.isfinite(steps.sampler.records.take("r0", PROMPT, 1).logprobs).all()
 
 
-@pytest.mark.parametrize("method", ["group", "ngram", "off"])
+@pytest.mark.parametrize("method", ["group", "vllm", "off"])
 def test_an_engine_of_v2_emits_what_one_of_v1_does(model_dir, method):
     """Shows that V2 carries Tailrace's drafts, vLLM's n-grams, rules for tokens and redraws, with CUDA graphs on."""
     from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
@@ -58,11 +59,11 @@ def test_an_engine_of_v2_emits_what_one_of_v1_does(model_dir, method):
 
     sizes = {"max_model_len": 256, "max_running": len(SAMPLINGS), "max_batched_tokens": 64, "kv_cache_gib": 0.25}
     close = {"exactness": "bits", "close_call_tolerance": 0.02, "redraw_close_calls": True}
-    draft = DraftConfig(method=method, draft_tokens=3, lookup_min=1)
+    draft = looked_up(3, shortest=1) if method == "vllm" else {"draft": DraftConfig(method=method, draft_tokens=3)}
     found = {}
     for runner in ("v1", "v2"):
         config = EngineConfig(
-            model=str(model_dir), device="gpu", dtype="bfloat16", model_runner=runner, draft=draft, **close, **sizes
+            model=str(model_dir), device="gpu", dtype="bfloat16", model_runner=runner, **draft, **close, **sizes
         )
         *found[runner], _ = results_of(config, runner)
     assert [each.token_ids.tolist() for each in found["v2"]] == [each.token_ids.tolist() for each in found["v1"]]

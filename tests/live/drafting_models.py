@@ -1,4 +1,4 @@
-"""Models of random weights that vLLM's own drafters need: one with a layer for multi-token prediction, an EAGLE head."""
+"""Models of random weights for vLLM's own drafters: one with a layer for multi-token prediction, an EAGLE head."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,7 @@ from tailrace.app.files.output_file import OutputFile
 from tailrace.app.summary import summarise
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ServiceSnapshot
-from tailrace.lab.verification.runs import GROUP, drafts
+from tailrace.lab.verification.runs import GROUP, of_vllm
 from tailrace.lab.verification.services import Engine
 from tailrace.policies.families.registry import Policies
 
@@ -33,9 +33,12 @@ BUDGETS: dict[str, object] = {
     **{f"fixed_{tokens}": {"type": "fixed", "tokens": tokens} for tokens in FIXED},
     **{name: name for name in ("aimd", "length_class", "closed_form", "concurrency", "goodput")},
 }
+ALL = {"type": "fixed", "tokens": 16}
+"""The policy of vLLM's own drafters: all that they propose is verified, as in vLLM."""
+
 OF_VLLM: dict[str, Engine] = {
-    "ngram": drafts(method="ngram", draft_tokens=4),
-    "suffix": drafts(method="suffix", draft_tokens=16),
+    "ngram": of_vllm(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2),
+    "suffix": of_vllm(method="suffix", num_speculative_tokens=16),
 }
 
 
@@ -57,7 +60,7 @@ def measure(
     """Of each run the repeat with the shortest makespan; ratios are of makespans, `tail_speedup` of tokens a second."""
     runs: dict[str, dict] = {}
     series: dict[str, list[SpeculationLook]] = {}
-    for engine, budgets in [(GROUP, BUDGETS), *((engine, {name: "off"}) for name, engine in OF_VLLM.items())]:
+    for engine, budgets in [(GROUP, BUDGETS), *((engine, {name: ALL}) for name, engine in OF_VLLM.items())]:
         say(f"starting two replicas for {', '.join(budgets)}")
         with service(with_engine(file, dict(engine)), None) as client:
             for turn in range(repeats):

@@ -37,7 +37,7 @@ from tailrace.lab.benchmarks.live.tail_simulated import least, quickest, simulat
 from tailrace.lab.simulator.bounds import reachable_s
 from tailrace.lab.simulator.report import CLAIRVOYANT
 from tailrace.lab.simulator.types import Cluster
-from tailrace.lab.verification.runs import GROUP, WHOLE, drafts
+from tailrace.lab.verification.runs import GROUP, WHOLE, of_vllm
 from tailrace.lab.verification.services import Engine, Service
 from tailrace.lab.verification.tokens import whole
 from tailrace.policies.core.scaling import Limits
@@ -46,7 +46,7 @@ from tailrace.policies.families.racing import USUAL, MethodProfile
 from tailrace.policies.families.registry import Policies
 
 BATCH = "bench-tail"
-SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
+SUFFIX: Engine = of_vllm(method="suffix", num_speculative_tokens=16)
 STATIC = WHOLE | {"drafting": "off", "lanes": "none"}
 ROUTED = STATIC | {"ordering": "fcfs", "placement": "round_robin"}
 """Today's trainers (verl's agent loop, prime-rl). All samples are sent at once, or one where another has ended: the one
@@ -73,7 +73,8 @@ races only where there is one: parts of the index are not expected to bring more
 LANES = {"lanes": {"type": "auto"}, "lengths": {"type": "belief"}}
 """Of the run `lanes`, which is otherwise like `auto`; the other runs have no lanes."""
 
-WITH_SUFFIX = {"static_suffix": STATIC, "routed_suffix": ROUTED}
+ALL = {"drafting": {"type": "fixed", "tokens": 16}}  # that vLLM's drafter proposes
+WITH_SUFFIX = {"static_suffix": STATIC | ALL, "routed_suffix": ROUTED | ALL}
 """Runs whose drafts are vLLM's suffix, each on a service of its own."""
 
 NAMES = ("static", "routed", GROUPED, "seer", *TAILS, "lanes", *WITH_SUFFIX)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_answers import run
+from looked_up import drafted, looked_up
 from transformers import AutoTokenizer
 
 from tailrace.deployments.constraints.form_check import form_refusal
@@ -16,7 +17,7 @@ from tailrace.deployments.constraints.stop_texts import cut, first_end
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.sampling import SamplingParams, StructuredOutputs
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.policies.protocol.events import ChunkEnd
 
 pytestmark = pytest.mark.live
@@ -58,14 +59,15 @@ def chunk(name: str, done=(), max_tokens=TOKENS, **changes) -> ChunkRequest:
         "max_tokens": max_tokens,
         "sampling": SamplingParams(**ASKED[name]),
         "weights_version": 0,
+        "draft": drafted(4),
     }
     return ChunkRequest(**values | changes)
 
 
 @pytest.fixture(scope="module")
 def engine(model_dir):
-    draft = DraftConfig(method="ngram", draft_tokens=4)
-    engine = EngineRunner(EngineConfig(model=str(model_dir), max_model_len=256, kv_cache_gib=0.1, draft=draft), "ruled")
+    config = EngineConfig(model=str(model_dir), max_model_len=256, kv_cache_gib=0.1, **looked_up(4))
+    engine = EngineRunner(config, "ruled")
     yield engine
     engine.stop()
 

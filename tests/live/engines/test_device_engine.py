@@ -7,11 +7,12 @@ from queue import Queue
 
 import numpy as np
 import pytest
+from looked_up import drafted, looked_up
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.rollout import SamplingParams
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.lab.benchmarks.engine import interpreted
 
 pytestmark = pytest.mark.live
@@ -27,10 +28,9 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def config(narrow_model):
-    draft = DraftConfig(method="ngram", draft_tokens=3, lookup_min=1)
     # Prompts of 60 tokens are computed in two steps; the first one's rows are inside of them.
     sizes = {"max_model_len": 256, "max_running": 4, "max_batched_tokens": 48, "kv_cache_gib": 0.05}
-    return EngineConfig(model=str(narrow_model), draft=draft, close_call_tolerance=0.02, **sizes)
+    return EngineConfig(model=str(narrow_model), **looked_up(3, shortest=1), close_call_tolerance=0.02, **sizes)
 
 
 def results_of(config, name):
@@ -39,7 +39,7 @@ def results_of(config, name):
         for sample, box in enumerate(boxes):
             prompt = np.tile(np.arange(100 + sample, 112 + sample, dtype=np.int32), 5)
             key, shape = sample_key(7, 0, "p", sample), (len(prompt), TOKENS, SAMPLINGS[sample], 0)
-            engine.submit(ChunkRequest(f"{sample}/0", key, prompt, *shape), box.put)
+            engine.submit(ChunkRequest(f"{sample}/0", key, prompt, *shape, draft=drafted(3)), box.put)
         return [box.get(timeout=200) for box in boxes]
     finally:
         engine.stop()

@@ -9,6 +9,7 @@ from queue import Queue
 import numpy as np
 import pytest
 from engine_answers import ANSWER_S, held, run
+from looked_up import drafted, looked_up
 from waiting import until
 
 from tailrace.deployments.engine.runner import EngineRunner
@@ -16,7 +17,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.command import ResetCache
 from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.messages.rollout import SamplingParams
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.policies.protocol.events import ChunkEnd
 
 pytestmark = pytest.mark.live
@@ -57,6 +58,7 @@ def chunk(sample: int, done=(), max_tokens=TOKENS, **changes) -> ChunkRequest:
         "max_tokens": max_tokens,
         "sampling": SAMPLINGS[sample],
         "weights_version": 0,
+        "draft": drafted(4),
     }
     return ChunkRequest(**(values | changes))
 
@@ -99,7 +101,7 @@ def roomy(config):
 
 @pytest.fixture(scope="module")
 def cramped(config):
-    drafting = {"draft": DraftConfig(method="ngram", draft_tokens=4), "kv_cache_gib": 0.00045}  # 14 blocks
+    drafting = {**looked_up(4), "kv_cache_gib": 0.00045}  # 14 blocks
     engine = EngineRunner(config.model_copy(update=drafting), "cramped")
     yield engine
     engine.stop()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engine_answers import run
 from image_model import IMAGE_ID, IMAGE_TOKENS, encoded, features, item, pixels
+from looked_up import drafted, looked_up
 
 from tailrace.app.model import perturbed
 from tailrace.deployments.engine.runner import EngineRunner
@@ -20,7 +21,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
 from tailrace.deployments.messages.command import LoadWeights, ResetCache
 from tailrace.deployments.messages.errors import FeaturesRefused
 from tailrace.deployments.messages.rollout import SamplingParams
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 BLOCK, AT, TOKENS = 32, 70, 40
 """The image begins in the prompt's third block of KV."""
@@ -32,9 +33,8 @@ DRAWS = {"random": SamplingParams(ignore_eos=True), "greedy": SamplingParams(tem
 @pytest.fixture(scope="module")
 def engine(image_folder):
     sizes = {"max_model_len": 256, "max_running": 8, "kv_cache_gib": 0.05, "block_tokens": BLOCK}
-    drafts = DraftConfig(method="ngram", draft_tokens=4)
     sizes |= {"max_batched_tokens": 64, "redraw_close_calls": True, "close_call_tolerance": 0.02}
-    engine = EngineRunner(EngineConfig(model=str(image_folder), draft=drafts, **sizes), "images")
+    engine = EngineRunner(EngineConfig(model=str(image_folder), **looked_up(4), **sizes), "images")
     yield engine
     engine.stop()
 
@@ -52,6 +52,7 @@ def chunk(image: dict | None, done=(), max_tokens: int = TOKENS, draw: str = "ra
         "max_tokens": max_tokens,
         "sampling": DRAWS[draw],
         "weights_version": 0,
+        "draft": drafted(4),
         "features": of(image),
     }
     return ChunkRequest(**(values | changes))

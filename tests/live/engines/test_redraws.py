@@ -10,6 +10,7 @@ from queue import Queue
 import numpy as np
 import pytest
 import torch
+from looked_up import drafted, looked_up
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
@@ -70,8 +71,7 @@ def redrawing(config):
 @pytest.fixture(scope="module")
 def drafting(config):
     """Its drafts come by look-up, and a step verifies several tokens."""
-    draft = DraftConfig(method="ngram", draft_tokens=4, lookup_min=1)
-    yield from started(config.model_copy(update={"draft": draft}), "drafting")
+    yield from started(config.model_copy(update=looked_up(4, shortest=1)), "drafting")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,7 @@ def chunk(sample, done=(), max_tokens=TOKENS, **changes):
         max_tokens=max_tokens,
         sampling=SAMPLINGS[sample],
         weights_version=0,
+        draft=drafted(4),
     )
     return replace(one, **changes)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine_answers import run
+from looked_up import drafted, looked_up
 from moe_model import CHOSEN, EXPERTS, LAYERS, chosen_experts, make_moe_model
 
 from tailrace.app.trl.route_replay import OWN, padded_routes, replayed_routes
@@ -25,7 +26,7 @@ from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.deployments.staging.held import checksum_of
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 
@@ -65,8 +66,8 @@ def pool():
 
 @pytest.fixture(scope="module")
 def engine(folder, pool):
-    sizes = {"max_model_len": 512, "max_running": 8, "kv_cache_gib": 0.05, "block_tokens": BLOCK, "vllm_args": ROUTES}
-    sizes |= {"max_batched_tokens": 64, "draft": DraftConfig(method="ngram", draft_tokens=4)}
+    sizes = {"max_model_len": 512, "max_running": 8, "kv_cache_gib": 0.05, "block_tokens": BLOCK}
+    sizes |= {"max_batched_tokens": 64, **looked_up(4, **ROUTES)}
     sizes |= {"redraw_close_calls": True, "close_call_tolerance": 0.02}
     engine = EngineRunner(EngineConfig(model=str(folder), **sizes), "experts", pool=pool)
     KEPT.append(engine)
@@ -86,6 +87,7 @@ def chunk(done=(), max_tokens: int = TOKENS, routes_from: int = 0, sample: int =
         "max_tokens": max_tokens,
         "sampling": SamplingParams(ignore_eos=True),
         "weights_version": 0,
+        "draft": drafted(4),
         "kv": KvPlan(0, None, save=False),
         "routes_from": routes_from,
     }

@@ -148,9 +148,7 @@ def newer_mtp_model(mtp_model, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("newer") / "model"
     shutil.copytree(mtp_model, folder)
-    turned = {
-        name: tensor.flip(0).contiguous() for name, tensor in load_file(mtp_model / "model.safetensors").items()
-    }
+    turned = {name: tensor.flip(0).contiguous() for name, tensor in load_file(mtp_model / "model.safetensors").items()}
     save_file(turned, folder / "model.safetensors", {"format": "pt"})
     return folder
 

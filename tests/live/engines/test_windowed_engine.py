@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_answers import run
+from looked_up import drafted, looked_up
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
@@ -35,8 +36,7 @@ def windowed(tiny_model):
 @pytest.fixture(scope="module")
 def drafting(tiny_model):
     """Its steps verify drafts of several lengths, and take prompts in pieces of other lengths."""
-    draft = DraftConfig(method="ngram", draft_tokens=5, lookup_min=1)
-    yield from started(tiny_model, "drafting", draft=draft, max_batched_tokens=83)
+    yield from started(tiny_model, "drafting", **looked_up(5, shortest=1), max_batched_tokens=83)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,7 @@ def chunk(sample, done=(), tokens=TOKENS, **changes):
         max_tokens=tokens,
         sampling=SamplingParams(ignore_eos=True, temperature=float(sample % 2)),  # greedy ones repeat themselves
         weights_version=0,
+        draft=drafted(5),
     )
     return replace(one, **changes)
 
