@@ -61,7 +61,11 @@ GONE_FIELDS: dict[type[BaseModel], dict[str, str]] = {
     ContextConfig: dict.fromkeys(
         ("max_shards", "replicas_per_shard", "shrink_after_s"), "remove it: there is one actor for each 64 replicas"
     ),
-    DraftConfig: dict.fromkeys(("paths", "fork_running"), "remove it: one path of a draft is verified"),
+    DraftConfig: dict.fromkeys(("paths", "fork_running"), "remove it: one path of a draft is verified")
+    | {
+        f"lookup_{end}": f"write prompt_lookup_{end} in vllm_args.speculative_config, with draft.method vllm"
+        for end in ("min", "max")
+    },
 }
 """Keys of older files whose field no longer exists, by the model that had it."""
 

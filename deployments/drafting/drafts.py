@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ from tailrace.deployments.draft_index.proposal import NOTHING, Proposal, accepte
 from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
 from tailrace.deployments.drafting.group_indexes import GroupIndexes
 from tailrace.deployments.drafting.proposal_batch import ProposalBatch
+from tailrace.deployments.drafting.views import view_of
 from tailrace.deployments.drafting.vllm_proposals import ON_DEVICE, VllmProposals
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
@@ -32,7 +34,6 @@ from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.draft_methods import DraftMethod
 from tailrace.policies.protocol.performance import count_tested
 from tailrace.policies.protocol.step_cost import StepCost
-from tailrace.policies.protocol.views import DraftView
 
 if TYPE_CHECKING:  # the feed imports Ray, which nothing else here needs
     from tailrace.deployments.context.context_client import ContextClient
@@ -73,8 +74,11 @@ class EngineDrafts:
         feed: ContextClient | None,
         model: Drafters | None = None,
         vocabulary: int = 1 << 31,
+        *,
+        proposed: int = 0,
+        switch: Callable[[int], None] = lambda _: None,
     ):
-        """`vocabulary`: number of the model's tokens; drafts hold no others."""
+        """`vocabulary`: number of tokens; drafts hold no others. `proposed`, `switch`: see VllmProposals."""
         self._draft_tokens, self._max_model_len = config.draft_tokens, max_model_len
         self._indexed = config.method == "group"
         self._groups, self._feed, self._model = GroupIndexes(config, feed, vocabulary), feed, model
@@ -90,16 +94,12 @@ class EngineDrafts:
         self._spent_s = self._now_s = 0.0
         self._sizes: dict[str, int] = {}
         self._looked_s = -LOOK_S
-        self._vllm: VllmProposals | None = None
+        self._vllm = VllmProposals(proposed, switch, self.performance.acceptance)
         warm_up()
 
-    def add_vllm(self, length: int, switch: Callable[[int], None]) -> None:
-        """Adds vLLM's own drafter, see `VllmProposals`. Called before the first chunk."""
-        self._vllm = VllmProposals(length, switch, self.performance.acceptance)
-
     def step(self, took_s: float, samples: int, tokens: int, ahead: bool) -> float:
-        """Records a step that has ended, see `VllmProposals.step`. Returns its seconds without vLLM's drafter."""
-        return took_s if self._vllm is None else self._vllm.step(took_s, samples, tokens, ahead)
+        """Calls `VllmProposals.step`."""
+        return self._vllm.step(took_s, samples, tokens, ahead)
 
     # ---- calls of the stepper ----------------------------------------------------------------------
 
@@ -154,7 +154,8 @@ class EngineDrafts:
     def made_by(self, made: Iterable[tuple[str, list[int]]]) -> None:
         """Records the tokens that a step has emitted for each chunk: the accepted part of its draft, and one more."""
         began_s, self._now_s = time.perf_counter(), time.monotonic()
-        running, fresh, model, tests = self._running, self._fresh, self._model, {}
+        running, fresh, model = self._running, self._fresh, self._model
+        tests: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(3, np.int64))
         for chunk_id, tokens in made:
             drafted = running.get(chunk_id)
             if drafted is None or not tokens:
@@ -166,16 +167,15 @@ class EngineDrafts:
             if model is not None:
                 model.made(chunk_id, tokens)
             if drafted.proposed:
-                right, tested = self._vllm.count(drafted, tokens)
-                _add(tests, DraftMethod.VLLM, right, tested)
+                tests[DraftMethod.VLLM] += self._vllm.count(drafted, tokens)
             if drafted.draft:
                 self._count(drafted, tokens, tests)
             fresh.append(drafted)
-        for method, (right, tested, verifications) in tests.items():
+        for method, (right, tested, verifications) in sorted(tests.items()):
             self.performance.acceptance.count(method, right, tested, self._now_s, verifications)
         self._spent_s += time.perf_counter() - began_s
 
-    def _count(self, drafted: DraftedTokens, tokens: list[int], tests: dict[str, list[int]]) -> None:
+    def _count(self, drafted: DraftedTokens, tokens: list[int], tests: dict[str, np.ndarray]) -> None:
         """Counts the accepted tokens of a chunk's draft. `tokens`: those that its verification has emitted.
 
         `tests`: counts of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model,
@@ -188,7 +188,7 @@ class EngineDrafts:
             accepted = size if tokens[:size] == draft else accepted_tokens(draft, tokens)
         drafted.count(accepted)
         if drafted.sources[0] not in (Source.MODEL, Source.VLLM):
-            _add(tests, drafted.method, accepted, count_tested(accepted, size))
+            tests[drafted.method] += accepted, count_tested(accepted, size), 1
 
     def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
         """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""
@@ -234,7 +234,7 @@ class EngineDrafts:
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
-        due = self._model is not None or self._proposes or self._is_due(len(fresh), cost)
+        due = self._model is not None or self._vllm.on or self._is_due(len(fresh), cost)
         found = (due or not all([drafted.futile for drafted in fresh])) and self._draft(fresh, cost, due, ahead)
         self._spent_s += time.perf_counter() - began_s
         return found
@@ -253,19 +253,17 @@ class EngineDrafts:
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
         self._groups.receive()
-        if self._vllm is not None and not ahead:
-            self._vllm.take(fresh)
+        self._vllm.take([] if ahead else fresh)
         fresh, waiting = self._apart(fresh, ahead)
         self._fresh = [] if ahead else waiting
         if not fresh or cost is None or not self._policy.max_draft_tokens:
-            if self._vllm is not None and fresh:
+            if fresh:
                 self._vllm.rest()
-            return bool(waiting) or self._proposes
+            return bool(waiting) or self._vllm.on
         batch = self._proposals(fresh, cost, due)
-        memory = self._memory
-        budgets, self._memory = self._policy.decide(self._view(fresh, batch, cost), memory)
-        if self._vllm is not None:
-            budgets = self._with_vllm(fresh, batch, budgets, cost, memory)
+        decide = partial(self._budgets, fresh, cost, self._memory)
+        budgets, self._memory = decide(batch)
+        budgets = self._vllm.settle(fresh, batch, budgets, cost if self._policy.by_worth else None, decide)
         tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
         for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
             drafted.futile = not budget
@@ -275,27 +273,11 @@ class EngineDrafts:
             drafted.draft, at = tokens[row][:budget], row * width
             drafted.sources = sources[at : at + budget]
             drafted.request.spec_token_ids = tokens[row][:budget]
-        return bool(waiting or budgets.any()) or self._proposes
+        return bool(waiting or budgets.any()) or self._vllm.on
 
-    @property
-    def _proposes(self) -> bool:
-        """True if vLLM's drafter runs in the next step."""
-        return self._vllm is not None and self._vllm.on
-
-    def _with_vllm(self, fresh: list[DraftedTokens], batch: ProposalBatch, budgets, cost: StepCost, memory):
-        """Decides whether vLLM's drafter runs in the next step. Returns the budgets i32[n] of this one."""
-        vllm, weighed = self._vllm, cost if self._policy.by_worth else None
-        if vllm.ran:
-            if vllm.trial:
-                tested = (batch.sources[:, 0] == Source.VLLM) & (batch.lengths > 0)
-                budgets = np.where(tested, np.maximum(budgets, 1), budgets)
-            vllm.decide(batch, budgets, weighed)
-        elif vllm.looks(weighed is not None):
-            guess = batch.copy()
-            vllm.join(guess, fresh, guess=True)
-            guess.cut(self._rooms(fresh))
-            vllm.decide(guess, self._policy.decide(self._view(fresh, guess, cost), memory)[0], weighed)
-        return budgets
+    def _budgets(self, fresh: list[DraftedTokens], cost: StepCost, memory, batch: ProposalBatch):
+        batch.cut(np.array([self._room(drafted) for drafted in fresh]))
+        return self._policy.decide(view_of(fresh, batch, cost, self.performance.acceptance.overall()), memory)
 
     def _apart(self, fresh: list[DraftedTokens], ahead: bool) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
         """Returns chunks in the next step, and those that skip it, if it waits, for their draft models."""
@@ -334,18 +316,13 @@ class EngineDrafts:
                 batch.put(rows[place], self._ahead(some[place], batch.get(rows[place]), most))
         for row, guess in guesses.items():
             batch.put(row, guess.joined(batch.get(row)).first(most))
-        if self._vllm is not None:
-            self._vllm.join(batch, fresh)
-        batch.cut(self._rooms(fresh))
+        self._vllm.join(batch, fresh)
         return batch
 
     def _ahead(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
         """Returns the tokens that a lost chunk had already made, followed by the guess."""
         known = drafted.group.index.ahead(drafted.chunk.draft.sample_index, drafted.generated, most)
         return guess.after(known).first(most) if len(known) else NOTHING
-
-    def _rooms(self, fresh: list[DraftedTokens]) -> np.ndarray:
-        return np.array([self._room(drafted) for drafted in fresh])
 
     def _room(self, drafted: DraftedTokens) -> int:
         """Returns the maximum number of draft tokens of a chunk.
@@ -361,34 +338,11 @@ class EngineDrafts:
             return NOTHING
         return self._model.proposal(drafted.chunk.chunk_id).first(max(0, min(most, self._room(drafted))))
 
-    def _view(self, fresh: list[DraftedTokens], batch: ProposalBatch, cost: StepCost) -> DraftView:
-        plans = [drafted.chunk.draft for drafted in fresh]
-
-        def column(values: list, kind=np.int32):
-            return np.array(values, kind)
-
-        return DraftView(
-            right=batch.right[:, : max(1, batch.lengths.max())],
-            proposed=batch.lengths,
-            match_tokens=batch.match_tokens,
-            slot=column([d.slot for d in fresh], np.int64),
-            verifications=column([d.verifications - 1 for d in fresh], np.int64),
-            drafted_last=column([len(d.draft) for d in fresh]),
-            accepted_last=column([d.accepted for d in fresh]),
-            generated=column([d.generated for d in fresh]),
-            expected=column([plan.expected_tokens for plan in plans]),
-            medium_at=column([plan.class_starts[0] for plan in plans]),
-            long_at=column([plan.class_starts[1] for plan in plans]),
-            acceptance=self.performance.acceptance.overall(),
-            cost=cost,
-        )
-
     @property
     def methods(self) -> tuple[str, ...]:
         """Draft methods available now (`DraftPlan.method`); the first is the default of plans without a method."""
         model = (DraftMethod.MODEL,) if self._model is not None and self._model.reached else ()
-        vllm = (DraftMethod.VLLM,) if self._vllm is not None else ()
-        return model + (tuple(EVIDENCE) if self._indexed else ()) + vllm
+        return model + (tuple(EVIDENCE) if self._indexed else ()) + self._vllm.methods
 
     def counts(self) -> dict[str, int]:
         """Returns drafted and accepted tokens by source, microseconds spent (since the start), and index sizes."""
@@ -408,11 +362,3 @@ class EngineDrafts:
             self._feed.close()
         if self._model is not None:
             self._model.stop()
-
-
-def _add(tests: dict[str, list[int]], method: str, right: int, tested: int) -> None:
-    """Adds the result of one verification to the counts of a step."""
-    of_method = tests.setdefault(method, [0, 0, 0])
-    of_method[0] += right
-    of_method[1] += tested
-    of_method[2] += 1

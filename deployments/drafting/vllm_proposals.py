@@ -33,7 +33,9 @@ WEIGHT, LIKE = 0.25, 0.1
 
 
 class VllmProposals:
-    """`length`: tokens of a proposal. `switch`: sets how many tokens vLLM proposes, from the next step on."""
+    """`length`: tokens of a proposal, 0 if vLLM has no drafter. `switch`: sets how many tokens vLLM proposes, from the
+    next step on.
+    """
 
     def __init__(self, length: int, switch: Callable[[int], None], acceptance: AcceptanceEstimator):
         self._length, self._switch, self._acceptance = length, switch, acceptance
@@ -43,6 +45,11 @@ class VllmProposals:
         self._seconds = 0.0
         self._before: tuple[float, int, int] | None = None  # seconds, samples and tokens of the step before, if with it
         switch(0)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Returns the draft methods that it adds."""
+        return (DraftMethod.VLLM,) if self._length else ()
 
     def step(self, took_s: float, samples: int, tokens: int, ahead: bool) -> float:
         """Records a step that verified this many tokens. Returns its seconds without those of the drafter. `ahead`: it
@@ -58,35 +65,32 @@ class VllmProposals:
             self._seconds += (WEIGHT if self._seconds else 1.0) * (found - self._seconds)
         return took_s
 
-    def count(self, drafted: DraftedTokens, tokens: list[int]) -> tuple[int, int]:
-        """Returns how many tokens of a chunk's proposal were right, and how many were tested, verified or not.
-
-        `tokens`: those that the step has emitted.
+    def count(self, drafted: DraftedTokens, tokens: list[int]) -> tuple[int, int, int]:
+        """Returns how many tokens of a chunk's proposal were right, how many were tested, verified or not, and the
+        number of verifications: 1, or 0 if the host cannot know. `tokens`: those that the step has emitted.
         """
         proposed, drafted.proposed = drafted.proposed, []
-        if not proposed:
-            return 0, 0
         if proposed[0] != ON_DEVICE:
             right, seen = accepted_tokens(proposed, tokens), min(len(proposed), len(tokens))
         elif drafted.draft and drafted.draft[0] == ON_DEVICE:
             right, seen = min(len(drafted.draft), len(tokens) - 1), len(drafted.draft)
         else:
-            return 0, 0
+            return 0, 0, 0
         tested = count_tested(right, seen)
         drafted.proposed_right += right
         drafted.proposed_tested += tested
-        return right, tested
+        return right, tested, 1
 
     def take(self, running: Sequence[DraftedTokens]) -> None:
         """Takes the proposals of the step that has ended off the requests of these chunks."""
-        for drafted in running:
+        for drafted in running if self._length else ():
             drafted.proposed = list(drafted.request.spec_token_ids[: self._length]) if self.ran else []
             drafted.request.spec_token_ids = []
 
     def join(self, batch: ProposalBatch, running: Sequence[DraftedTokens], guess: bool = False) -> None:
         """Joins the proposals of these chunks with those in the batch, row by row. `guess`: as if it had run."""
         most = batch.tokens.shape[1]
-        for row, drafted in enumerate(running):
+        for row, drafted in enumerate(running if self._length else ()):
             tokens = [ON_DEVICE] * self._length if guess else drafted.proposed
             if tokens and drafted.chunk.draft.method in (None, DraftMethod.VLLM):
                 batch.put(row, self._proposal(drafted, tokens).joined(batch.get(row)).first(most))
@@ -100,23 +104,37 @@ class VllmProposals:
             match_tokens=0,
         )
 
-    def looks(self, weighed: bool) -> bool:
-        """Returns whether to see if it would pay, while it does not run. `weighed`: the policy weighs its cost."""
+    def settle(self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets, cost, decide) -> np.ndarray:
+        """Decides whether it runs in the next step. Returns the budgets i32[n] of this one.
+
+        `budgets`: those of the batch by the policy, which `decide` asks for another batch. `cost`: StepCost, or None if
+        the policy drafts whatever it costs.
+        """
+        if self.ran:
+            if self.trial:
+                tested = (batch.sources[:, 0] == Source.VLLM) & (batch.lengths > 0)
+                budgets = np.where(tested, np.maximum(budgets, 1), budgets)
+            self._decide(batch, budgets, cost)
+        elif self._length and self._looks(cost is not None):
+            guess = batch.copy()
+            self.join(guess, running, guess=True)
+            self._decide(guess, decide(guess)[0], cost)
+        return budgets
+
+    def _looks(self, weighed: bool) -> bool:
+        """Returns whether to see if it would pay, while it does not run."""
         self._until_look -= 1
         if self.on or (weighed and self._until_look > 0):
             return False
         self._until_look = LOOK
         return True
 
-    def decide(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> None:
-        """Decides whether it runs in the next step, by the drafts of these budgets i32[n]. `cost`: None if the policy
-        drafts whatever it costs.
-        """
+    def _decide(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> None:
         if self.trial and not self.ran:
             return  # its step is still to come
         self.trial = False
         if self._pays(batch, budgets, cost):
-            measures = self.on and self._steps >= self._until_measure
+            measures = cost is not None and self.on and self._steps >= self._until_measure
             self._set(not measures)
             if measures:
                 self._until_measure, self._until_look = MEASURE, 0

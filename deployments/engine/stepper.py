@@ -74,11 +74,9 @@ class Stepper:
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
             length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
-            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary)
+            own = {"proposed": config.proposed_tokens, "switch": partial(set_proposed, self._engine)}
+            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary, **own)
             self._performance = self._drafts.performance
-            if config.own_drafter is not None:
-                proposed = config.own_drafter["num_speculative_tokens"]
-                self._drafts.add_vllm(proposed, partial(set_proposed, self._engine))
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
             from tailrace.deployments.engine.pool_client import PoolClient
@@ -221,10 +219,9 @@ class Stepper:
     def _after(self, outputs: list[StepOutput], work: StepWork, took_s: float, now_s: float) -> list[tuple]:
         """Takes the tokens of a step, proposes drafts, and hears from the pool. Returns the tokens by chunk id."""
         made, made_tokens = self._receive(outputs, now_s)
-        decoding_s = took_s
-        if self._drafts is not None:
-            decoding_s = self._drafts.step(took_s, len(made), work.verified_tokens, work.ahead)
-        self._performance.step(len(made), work.verified_tokens, decoding_s, made_tokens, now_s, work.context_tokens)
+        samples, tokens = len(made), work.verified_tokens
+        own_s = took_s if self._drafts is None else self._drafts.step(took_s, samples, tokens, work.ahead)
+        self._performance.step(samples, tokens, own_s, made_tokens, now_s, work.context_tokens)
         self.progress_s = now_s if outputs else self.progress_s
         if not (outputs or self._pace.computing):
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter

@@ -94,9 +94,7 @@ class DraftConfig(BaseModel):
     def _off(cls, value: Any) -> Any:
         """Undoes YAML 1.1, which Serve reads: it takes `off` for false. Says what replaces methods of old files."""
         if value in ("ngram", "suffix"):
-            raise ValueError(
-                f"write vllm, and vllm_args: {{{SPECULATION}: {{method: {value}, num_speculative_tokens: 4}}}}"
-            )
+            raise ValueError(f"write vllm, and its drafter in vllm_args.{SPECULATION}, with method: {value}")
         return "off" if value is False else value
 
     @property
@@ -256,14 +254,17 @@ class EngineConfig(BaseModel):
         return self.vllm_args.get(SPECULATION)
 
     @property
+    def proposed_tokens(self) -> int:
+        """Number of tokens that vLLM's own drafter proposes; 0 if there is none."""
+        return (self.own_drafter or {}).get("num_speculative_tokens", 0)
+
+    @property
     def draft_tokens(self) -> int:
         """Maximum draft tokens of a verification, 0 without drafts: with vLLM's drafter a multiple of its proposals,
         as vLLM wants it.
         """
-        if not self.draft.drafts:
-            return 0
-        most, length = self.draft.draft_tokens, (self.own_drafter or {}).get("num_speculative_tokens", 1)
-        return most - most % length
+        most = self.draft.draft_tokens if self.draft.drafts else 0
+        return most - most % max(1, self.proposed_tokens)
 
     @property
     def sized_draft(self) -> DraftConfig:

@@ -9,6 +9,7 @@ It takes logprobs from `ExactSampler.records`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 
 import numpy as np
@@ -19,20 +20,11 @@ from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.vllm_exact.kept_tokens import end_dead_rows, kept_tokens, top_logprobs
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 from tailrace.deployments.vllm_exact.replays import forced_tokens
-from tailrace.deployments.vllm_exact.shared_noise import share_noise
+from tailrace.deployments.vllm_exact.sampling_columns import WARM_UP, columns_of
+from tailrace.deployments.vllm_exact.shared_noise import draft_on_host, share_noise
 
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
-# Rows of no request, or of one without our arguments, are vLLM's own warm-up: greedy, and never read.
-WARM_UP = {"key": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "tolerance": 0.0, "forced": None}
-COLUMNS = {
-    "key": np.uint64,
-    "temperature": np.float32,
-    "top_p": np.float32,
-    "top_k": np.int32,
-    "min_p": np.float32,
-    "tolerance": np.float32,
-}
 
 
 def extra_args(
@@ -161,19 +153,7 @@ class ExactSampler:
 
     def share_noise(self, proposer) -> None:
         """Lets vLLM's own drafter draw with the noise of its requests."""
-        share_noise(proposer, self)
-
-    def draft(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens i32[n] that a draft model of vLLM's proposes, by its logits [n, V] for the batch's
-        requests at these positions i64[n]. Drawn as if no rule held.
-        """
-        batch, _ = self.batch(len(logits))
-        if batch.slots is None:
-            return logits.argmax(-1).int()
-        places, columns = positions.cpu().numpy(), dict(batch.columns)
-        forced = forced_tokens(batch.replays, np.arange(len(places)), places)
-        drawn = self._sample_rows(logits.float(), columns.pop("key"), places, **columns, forced=forced)
-        return torch.from_numpy(drawn[0])
+        share_noise(proposer, partial(draft_on_host, self, self._sample_rows))
 
     def note(self, batch: _Batch, rows: np.ndarray, positions: np.ndarray, values, more) -> None:
         """Stores the records of one token of each of these requests, and its close calls. `values`: values of the
@@ -305,8 +285,3 @@ def output(tokens: np.ndarray, device):
 
 def _of_rows(columns: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
     return {name: values[rows] for name, values in columns.items()}
-
-
-def columns_of(args: list[dict]) -> dict[str, np.ndarray]:
-    """Returns the sampling parameters of requests, an array [n] for each name in COLUMNS."""
-    return {name: np.array([a[name] for a in args], kind) for name, kind in COLUMNS.items()}

@@ -90,7 +90,7 @@ class ExactWorker:
         self._drafter_lost = False
 
     def _drafter_source(self, folder: str) -> str | None:
-        """Returns where the weights of vLLM's own drafter are, after a load of this folder; None if it keeps its own."""
+        """Returns the folder of the drafter's weights, after a load of this one; None if it keeps those it has."""
         settings = self.vllm_config.speculative_config
         if getattr(self._proposer, "model", None) is None:
             return None

@@ -13,6 +13,7 @@ from tailrace.app.model import perturbed
 from tailrace.deployments.vllm_exact import weight_loading
 from tailrace.deployments.vllm_exact.weight_loading import checked_digest, refusal, tensors_of, weights_digest
 
+LAYERS = 2
 EMBEDDING = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
 TENSORS = {
     "embed": EMBEDDING,
@@ -52,7 +53,19 @@ def test_the_same_tensors_are_taken_however_they_are_split_or_rounded(tmp_path, 
         name: value.astype(np.float16) if value.dtype == np.float32 else value for name, value in TENSORS.items()
     }
     for folder in (write(tmp_path / "same"), split(tmp_path / "split"), write(tmp_path / "half", rounded)):
-        assert refusal(str(folder), loaded) is None
+        assert refusal(str(folder), loaded, LAYERS) is None
+
+
+@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.mtp_layers.0.norm", "model.layers.2.norm"])
+def test_layers_that_predict_further_may_be_missing(tmp_path, name):
+    """Trainers may not have them: transformers leaves them out of its models."""
+    loaded = tensors_of(str(write(tmp_path / "with", {**TENSORS, name: EMBEDDING})))
+    plain, other = str(write(tmp_path / "plain")), {**TENSORS, name: EMBEDDING[1:]}
+    assert refusal(plain, loaded, LAYERS) is None
+    assert f"the running model has no tensor {name}" in refusal(str(tmp_path / "with"), tensors_of(plain), LAYERS)
+    assert name in refusal(str(write(tmp_path / "other", other)), loaded, LAYERS)
+    fewer = {key: value for key, value in TENSORS.items() if key != "layer.1.weight"}
+    assert "no tensor layer.1.weight" in refusal(str(write(tmp_path / "fewer", fewer)), loaded, LAYERS)
 
 
 def without_files(folder: Path):
@@ -105,7 +118,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(tmp_path, loaded, cas
     spoil, words = REFUSED[case]
     other = tmp_path / "other"
     spoil(other)
-    reason = refusal(str(other), loaded)
+    reason = refusal(str(other), loaded, LAYERS)
     assert re.search(words, reason) and str(other) in reason and "\n" not in reason
 
 
@@ -125,7 +138,7 @@ def test_perturbed_weights_are_near_repeatable_and_tied_as_before(tmp_path):
     assert (got["positions"] == TENSORS["positions"]).all()
     assert all((got[name] == expected[name]).all() for name in TENSORS)
     assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
-    assert refusal(str(out), tensors_of(str(source))) is None
+    assert refusal(str(out), tensors_of(str(source)), LAYERS) is None
 
 
 def test_files_stay_split_and_copies_of_other_formats_are_left_out(tmp_path):
@@ -163,14 +176,14 @@ def test_what_is_no_copy_is_kept(tmp_path):
 def test_an_index_that_leaves_the_folder_or_is_none_is_one_line(tmp_path, loaded, weight_map):
     folder = write(tmp_path / "odd")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    reason = refusal(str(folder), loaded)
+    reason = refusal(str(folder), loaded, LAYERS)
     assert reason.startswith(f"weights folder {folder}: model.safetensors.index.json ") and "\n" not in reason
 
 
 def test_an_index_nested_too_deep_is_one_line(tmp_path, loaded):
     folder = write(tmp_path / "deep")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    assert "cannot be read: RecursionError" in refusal(str(folder), loaded)
+    assert "cannot be read: RecursionError" in refusal(str(folder), loaded, LAYERS)
 
 
 def test_a_digest_names_the_content(tmp_path):

@@ -108,7 +108,7 @@ def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
 
 
 def test_the_drafts_of_a_result_are_those_of_its_event():
-    drafts = DraftReport(2, np.full(5, 1), np.full(5, 1), np.array([1]), model_tested=6, model_accepted=4, tested=9)
+    drafts = DraftReport(2, np.full(6, 1), np.full(6, 1), np.array([1]), model_tested=6, model_accepted=4, tested=9)
     event, _ = run(replace(RESULT, drafts=drafts))
     assert (event.model_tested, event.model_accepted, event.tested_tokens) == (6, 4, 7), "no more than were drafted"
 

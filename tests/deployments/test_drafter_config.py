@@ -21,7 +21,7 @@ PLANNING = {"name": "Coordinator", "user_config": {"policies": {"draft_models": 
 @pytest.mark.parametrize(
     ("args", "deployments", "said"),
     [
-        ({"drafter": {"model": "m"}, "engine": {"model": "t", "draft": {"method": "ngram"}}}, (), "group or model"),
+        ({"drafter": {"model": "m"}, "engine": {"model": "t", "draft": {"method": "off"}}}, (), "group or model"),
         ({"engine": {"model": "t", "draft": {"method": "model"}}}, (), "name a draft model there"),
         ({}, ({"name": "Drafter"},), "args.drafter is null"),
         ({}, (PLANNING,), "policies.draft_models planned needs args.drafter"),

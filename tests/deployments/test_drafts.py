@@ -149,7 +149,7 @@ def test_reports_of_a_samples_chunks_add_up():
     long = DraftReport.of(1, mate * 4, mate * 3, bytearray([3]), 4)
     short.add(long)
     assert short.verifications == 2
-    assert short.drafted.tolist() == [2, 4, 0, 0, 0] and short.accepted.tolist() == [1, 3, 0, 0, 0]
+    assert short.drafted.tolist() == [2, 4, 0, 0, 0, 0] and short.accepted.tolist() == [1, 3, 0, 0, 0, 0]
     assert short.accepted_at.tolist() == [2, 1, 1, 0]
 
 

@@ -33,7 +33,7 @@ def batch(**settings) -> LiveBatch:
 
 def part(number: int, **others) -> ChunkResult:
     """A chunk of two tokens, each of whose figures is its own."""
-    drafts = DraftReport(1, np.full(5, number), np.full(5, 2 * number), np.array([3 * number, number]))
+    drafts = DraftReport(1, np.full(6, number), np.full(6, 2 * number), np.array([3 * number, number]))
     values = {
         "token_ids": np.array([10 * number, 10 * number + 1], np.int32),
         "logprobs": np.array([-number, -number - 0.5], np.float32),

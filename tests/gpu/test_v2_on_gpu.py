@@ -11,7 +11,8 @@ import torch
 from looked_up import looked_up
 
 from tailrace.deployments.vllm_exact import kernel_cpu
-from tailrace.deployments.vllm_exact.sampler import COLUMNS, extra_args
+from tailrace.deployments.vllm_exact.sampler import extra_args
+from tailrace.deployments.vllm_exact.sampling_columns import COLUMNS
 from tests.step_runner import PROMPT, chunk
 from tests.step_v2 import Steps, runner_v2
 

@@ -18,6 +18,7 @@ from tailrace.deployments.vllm_exact.fused.parameters import RowParameters, para
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 from tailrace.deployments.vllm_exact.replays import forced_tokens
 from tailrace.deployments.vllm_exact.sampler import NOTHING, ExactRejectionSampler, ExactSampler
+from tailrace.deployments.vllm_exact.shared_noise import share_noise
 
 
 class HostCopy:
@@ -104,7 +105,11 @@ class DeviceSampler(ExactSampler):
         self.leave(note, values, places)
         return device_output(tokens[:, None])
 
+    def share_noise(self, proposer) -> None:
+        share_noise(proposer, self.draft)
+
     def draft(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The `Draft` of this sampler. No rules for tokens hold."""
         batch, _ = self.batch(len(logits))
         if batch.slots is None or batch.replays:
             return logits.argmax(-1).int()

@@ -11,7 +11,7 @@ import torch
 
 from tailrace.deployments.vllm_exact.fused import kernel
 from tailrace.deployments.vllm_exact.fused.parameters import RowParameters, parameters_of, to_device
-from tailrace.deployments.vllm_exact.sampler import WARM_UP, columns_of
+from tailrace.deployments.vllm_exact.sampling_columns import WARM_UP, columns_of
 
 NO_FORCED = np.array([-1], np.int32)
 

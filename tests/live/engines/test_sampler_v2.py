@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tailrace.deployments.constraints.logit_rules import LogitRules
 from tailrace.deployments.vllm_exact import kernel_cpu
 from tailrace.deployments.vllm_exact.replays import forced_token
-from tailrace.deployments.vllm_exact.sampler import COLUMNS, extra_args
+from tailrace.deployments.vllm_exact.sampler import extra_args
+from tailrace.deployments.vllm_exact.sampling_columns import COLUMNS
 from tailrace.lab.benchmarks.engine.second_runner import second_runner
 from tests.step_runner import PROMPT, chunk
 from tests.step_v2 import DRAFTED, REQUESTS, Steps, runner_v2

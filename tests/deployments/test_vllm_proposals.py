@@ -1,0 +1,230 @@
+"""vLLM's own drafter beside the index: what it proposes, how that is counted, and when it runs. The engine here models
+one: samples that write an answer, and a drafter that proposes its next tokens, some of them wrong.
+"""
+
+import numpy as np
+import pytest
+from test_drafts import ANSWER, PROMPT, Request
+
+from tailrace.deployments.draft_index.proposal import accepted_tokens
+from tailrace.deployments.drafting import vllm_proposals
+from tailrace.deployments.drafting.drafts import EngineDrafts
+from tailrace.deployments.drafting.vllm_proposals import FIRST_MEASURE, LOOK, MEASURE, ON_DEVICE, TRIAL
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.context import GroupRef
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+from tailrace.policies.families.drafting import FixedBudget, NoDrafting
+from tailrace.policies.families.goodput import Goodput
+from tailrace.policies.protocol.draft_methods import DraftMethod
+
+LENGTH = 3
+WRONG = 7
+BASE_S, TOKEN_S = 0.01, 0.0001
+
+
+class Engine:
+    """`right`: how many tokens of a proposal are. `on_device`: the host does not see them. `drafter_s`: of a step in
+    which it proposes.
+    """
+
+    def __init__(self, method: str = "vllm", policy=FixedBudget(tokens=8), samples: int = 2, on_device: bool = False):  # noqa: B008
+        self.switched: list[int] = []
+        self.right, self.on_device, self.drafter_s = LENGTH, on_device, 0.0
+        config = DraftConfig(method=method, draft_tokens=6)
+        self.drafts = EngineDrafts(config, 1 << 20, None, proposed=LENGTH, switch=self.switched.append)
+        for tokens in (1, 16, 64):
+            self.drafts.performance.steps.record(tokens, BASE_S + TOKEN_S * tokens)
+        self.requests, self.proposed = {}, {}
+        for number in range(samples):
+            self.start(number, policy)
+
+    def start(self, number: int, policy, method: str | None = None, tokens: int = 1 << 16) -> None:
+        plan = DraftPlan(GroupRef(f"b/{number}", "key"), number, 0, 60, (0, 0), policy, method=method)
+        chunk = ChunkRequest(f"c{number}", 0, PROMPT, len(PROMPT), tokens, SamplingParams(), 0, draft=plan)
+        self.requests[chunk.chunk_id] = Request(len(PROMPT))
+        self.drafts.open(chunk, self.requests[chunk.chunk_id])
+
+    @staticmethod
+    def answer(number: str, at: int, count: int) -> list[int]:
+        """Tokens of a sample that repeats nothing."""
+        return [1000 + 100_000 * int(number[1:]) + at + i for i in range(count)]
+
+    def step(self, ahead: bool = False) -> dict[str, list[int]]:
+        """A step of every sample. Returns the drafts that it verified."""
+        verified, made, length = {}, [], self.switched[-1] if not ahead else 0
+        for name, request in self.requests.items():
+            at, draft = request.num_tokens - len(PROMPT), request.spec_token_ids
+            verified[name], tested = draft, self.proposed.get(name, []) if draft[:1] == [ON_DEVICE] else draft
+            coming = self.answer(name, at, 8)
+            tokens = coming[: accepted_tokens(tested[: len(draft)], coming) + 1]
+            request.num_tokens += len(tokens)
+            made.append((name, tokens))
+            after = at + len(tokens)
+            self.proposed[name] = (self.answer(name, after, self.right) + [WRONG] * LENGTH)[:length]
+            request.spec_token_ids = [ON_DEVICE] * length if self.on_device else list(self.proposed[name])
+        tokens = sum(len(draft) for draft in verified.values()) + len(verified)
+        took_s = BASE_S + TOKEN_S * tokens + (self.drafter_s if length else 0.0)
+        self.own_s = self.drafts.step(took_s, len(made), tokens, ahead)
+        self.drafts.made_by(made)
+        self.waits = self.drafts.propose(ahead)
+        return verified
+
+    @property
+    def acceptance(self) -> float:
+        return self.drafts.performance.acceptance.chance(DraftMethod.VLLM)
+
+    @property
+    def on(self) -> bool:
+        return self.switched[-1] > 0
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_right_proposals_are_verified_and_counted(on_device):
+    engine = Engine(on_device=on_device)
+    assert engine.drafts.methods == ("vllm",) and engine.switched == [0]
+    engine.step()
+    assert engine.switched == [0, LENGTH] and engine.waits
+    engine.step()
+    for _ in range(5):
+        assert [len(draft) for draft in engine.step().values()] == [LENGTH, LENGTH]
+    engine.right = 1
+    for _ in range(4):
+        engine.step()
+    report = engine.drafts.close("c0")
+    # Five of the first proposals, and the one made before the change, were right; three had one right token.
+    assert (report.verifications, report.drafted.sum(), report.accepted.sum()) == (11, 9 * LENGTH, 6 * LENGTH + 3)
+    assert report.tested == 6 * LENGTH + 3 * 2 and report.accepted_at.tolist() == [9, 6, 6, 0, 0, 0]
+    assert engine.drafts.counts()["accepted.vllm"] == 6 * LENGTH + 3
+    (one,) = engine.drafts.performance.acceptance.report()
+    assert one.method == "vllm" and one.tested > one.right > 30
+    engine.drafts.stop()
+
+
+def test_the_index_and_the_drafter_draft_beside_each_other():
+    """Each sample drafts by whoever is expected to be right; a proposal that the index overtook is measured, too."""
+    engine, fixed = Engine("group", samples=0), FixedBudget(tokens=8)
+    assert engine.drafts.methods == ("group", "history", "ngram", "vllm")
+    known = DraftPlan(GroupRef("b/1", "key"), 5, 0, 60, (0, 0), fixed)
+    context = np.array([*PROMPT, *Engine.answer("c1", 0, 200)], np.int32)
+    mate = ChunkRequest("mate", 0, context, len(PROMPT), 9, SamplingParams(), 0, draft=known)
+    engine.drafts.open(mate, Request(len(context)))
+    engine.start(1, fixed)
+    engine.start(2, fixed)
+    engine.right = 1
+    drafted = [engine.step() for _ in range(12)]
+    assert len(drafted[-1]["c1"]) == 6 and len(drafted[-1]["c2"]) == LENGTH
+    counts = engine.drafts.close("c1"), engine.drafts.close("c2")
+    assert counts[0].accepted[1] > 40 and counts[1].accepted[5] == counts[1].verifications - 2 == 10
+    assert engine.acceptance == pytest.approx(0.5, abs=0.05), "one token right, then one wrong, of both samples"
+    engine.drafts.stop()
+
+
+def test_a_proposal_on_the_device_that_is_not_verified_is_not_counted():
+    engine = Engine(samples=0, on_device=True)
+    engine.start(1, FixedBudget(tokens=8), method="history")
+    engine.start(2, FixedBudget(tokens=8))
+    drafted = [engine.step() for _ in range(5)][-1]
+    assert not drafted["c1"], "it drafts by its own method"
+    assert drafted["c2"] == [ON_DEVICE] * LENGTH
+    assert [one.tested for one in engine.drafts.performance.acceptance.report()] == pytest.approx([9], abs=0.5)
+    engine.drafts.stop()
+
+
+def test_no_proposal_reaches_behind_its_chunk():
+    engine = Engine(samples=0)
+    engine.start(1, FixedBudget(tokens=8), tokens=3)
+    engine.step()
+    engine.step()
+    assert engine.requests["c1"].spec_token_ids == [], "its last token is the one after the drafts"
+    engine.drafts.stop()
+
+
+def test_a_policy_that_drafts_nothing_lets_it_rest():
+    engine = Engine()
+    for _ in range(3):
+        engine.step()
+    assert engine.on
+    for name in ("c0", "c1"):
+        engine.drafts.close(name)
+    engine.requests.clear()
+    engine.start(3, NoDrafting())
+    engine.step()
+    assert not engine.on and not engine.waits and engine.requests["c3"].spec_token_ids == []
+    engine.drafts.stop()
+
+
+def test_one_that_is_mostly_wrong_stops_and_is_tried_again():
+    engine = Engine(policy=Goodput())
+    engine.right = 0
+    for _ in range(100):
+        engine.step()
+    assert not engine.on and engine.acceptance < 0.2
+    ran = trials = 0
+    for _ in range(3 * TRIAL):
+        engine.step()
+        ran, trials = ran + engine.on, trials + engine.drafts._vllm.trial
+    assert 1 <= trials <= 3 and ran <= 12, "each trial is one step"
+    engine.right = LENGTH
+    for _ in range(2 * TRIAL + 100):
+        engine.step()
+    assert engine.on and engine.acceptance > 0.9
+    engine.drafts.stop()
+
+
+@pytest.mark.parametrize(("drafter_s", "stays"), [(BASE_S / 4, True), (20 * BASE_S, False)])
+def test_its_seconds_are_measured_and_weighed(drafter_s, stays):
+    engine = Engine(policy=Goodput())
+    engine.drafter_s = drafter_s
+    for _ in range(FIRST_MEASURE + LOOK):
+        engine.step()
+    assert engine.drafts._vllm._seconds == pytest.approx(drafter_s)
+    assert engine.on == stays
+    changes = len(engine.switched)
+    cost_s = float(engine.drafts.performance.steps.cost(2).at(8))
+    for _ in range(2 * MEASURE + 10):
+        engine.step()
+        assert engine.own_s < 2 * BASE_S, "the cost of steps is that without it"
+    assert float(engine.drafts.performance.steps.cost(2).at(8)) == pytest.approx(cost_s)
+    assert len(engine.switched) - changes == (4 if stays else 0), "off for one step, twice"
+    engine.drafts.stop()
+
+
+def test_steps_of_other_sizes_measure_nothing():
+    proposals = vllm_proposals.VllmProposals(LENGTH, [].append, Engine().drafts.performance.acceptance)
+    for samples, tokens in ((3, 8), (2, 40)):
+        proposals.on = True
+        assert proposals.step(0.5, 2, 8, ahead=False) == 0.5
+        proposals.on = False
+        proposals.step(0.1, samples, tokens, ahead=False)
+        assert proposals._seconds == 0.0
+    proposals.on = True
+    proposals.step(0.5, 2, 8, ahead=False)
+    proposals.on = False
+    assert proposals.step(0.1, 2, 9, ahead=False) == 0.1
+    assert proposals._seconds == pytest.approx(0.4)
+
+
+def test_steps_that_run_ahead_go_on_until_it_would_pay():
+    """A step that computes already was scheduled without proposals; the next one waits and has them."""
+    engine = Engine(policy=Goodput(), on_device=True)
+    engine.right = LENGTH
+    engine.step(ahead=True)
+    assert engine.waits and engine.on
+    engine.step(ahead=True)  # it was in flight
+    assert engine.waits and not any(engine.requests[name].spec_token_ids for name in engine.requests)
+    engine.step()
+    assert all(engine.requests[name].spec_token_ids == [ON_DEVICE] * LENGTH for name in engine.requests)
+    engine.drafts.stop()
+
+
+def test_it_does_not_wait_where_it_would_not_pay():
+    engine = Engine(policy=Goodput(), samples=64, on_device=True)
+    for tokens in (64, 128, 256):
+        for _ in range(50):
+            engine.drafts.performance.steps.record(tokens, BASE_S * tokens)
+    for _ in range(20):
+        engine.step(ahead=True)
+        assert not engine.waits and not engine.on
+    engine.drafts.stop()
