@@ -133,7 +133,7 @@ class EngineDrafts:
     def replace(self, chunk_id: str, request) -> None:
         """Replaces a chunk's request by the one that continues it: vLLM has ended the one before."""
         if (drafted := self._running.get(chunk_id)) is not None:
-            drafted.request = request
+            drafted.request, drafted.proposed = request, []
 
     def restart(self, chunk_id: str, request, answer: list[int]) -> None:
         """Replaces a chunk's request after a step that raised. `answer`: the sample's tokens so far."""
@@ -155,7 +155,7 @@ class EngineDrafts:
         """Records the tokens that a step has emitted for each chunk: the accepted part of its draft, and one more."""
         began_s, self._now_s = time.perf_counter(), time.monotonic()
         running, fresh, model = self._running, self._fresh, self._model
-        tests: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(3, np.int64))
+        tests: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         for chunk_id, tokens in made:
             drafted = running.get(chunk_id)
             if drafted is None or not tokens:
@@ -167,15 +167,15 @@ class EngineDrafts:
             if model is not None:
                 model.made(chunk_id, tokens)
             if drafted.proposed:
-                tests[DraftMethod.VLLM] += self._vllm.count(drafted, tokens)
+                self._vllm.count(drafted, tokens, tests[DraftMethod.VLLM])
             if drafted.draft:
                 self._count(drafted, tokens, tests)
             fresh.append(drafted)
-        for method, (right, tested, verifications) in sorted(tests.items()):
+        for method, (right, tested, verifications) in tests.items():
             self.performance.acceptance.count(method, right, tested, self._now_s, verifications)
         self._spent_s += time.perf_counter() - began_s
 
-    def _count(self, drafted: DraftedTokens, tokens: list[int], tests: dict[str, np.ndarray]) -> None:
+    def _count(self, drafted: DraftedTokens, tokens: list[int], tests: dict[str, list[int]]) -> None:
         """Counts the accepted tokens of a chunk's draft. `tokens`: those that its verification has emitted.
 
         `tests`: counts of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model,
@@ -188,7 +188,10 @@ class EngineDrafts:
             accepted = size if tokens[:size] == draft else accepted_tokens(draft, tokens)
         drafted.count(accepted)
         if drafted.sources[0] not in (Source.MODEL, Source.VLLM):
-            tests[drafted.method] += accepted, count_tested(accepted, size), 1
+            of_method = tests[drafted.method]
+            of_method[0] += accepted
+            of_method[1] += count_tested(accepted, size)
+            of_method[2] += 1
 
     def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
         """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""

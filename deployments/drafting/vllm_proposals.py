@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tailrace.deployments.draft_index.proposal import Proposal, accepted_tokens
+from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
 from tailrace.deployments.drafting.proposal_batch import ProposalBatch
 from tailrace.deployments.messages.context import Source
@@ -20,8 +20,8 @@ from tailrace.policies.protocol.draft_methods import DraftMethod
 from tailrace.policies.protocol.performance import chance, count_tested
 from tailrace.policies.protocol.step_cost import StepCost
 
-ON_DEVICE = -1
-"""A proposed token that the host does not know: vLLM's second runner keeps proposals on the device."""
+ON_DEVICE, NO_TOKEN = -1, -2
+"""A proposed token that the host does not know, as vLLM's second runner keeps proposals on the device; and none."""
 
 FIRST_MEASURE, MEASURE, LOOK, TRIAL = 8, 64, 8, 256
 """Steps with the drafter before the first one without it, and between two of these, which measure its seconds; steps
@@ -65,9 +65,9 @@ class VllmProposals:
             self._seconds += (WEIGHT if self._seconds else 1.0) * (found - self._seconds)
         return took_s
 
-    def count(self, drafted: DraftedTokens, tokens: list[int]) -> tuple[int, int, int]:
-        """Returns how many tokens of a chunk's proposal were right, how many were tested, verified or not, and the
-        number of verifications: 1, or 0 if the host cannot know. `tokens`: those that the step has emitted.
+    def count(self, drafted: DraftedTokens, tokens: list[int], sums: list[int]) -> None:
+        """Adds the right and the tested tokens of a chunk's proposal, verified or not, and 1 verification to the sums;
+        nothing if the host cannot know. `tokens`: those that the step has emitted.
         """
         proposed, drafted.proposed = drafted.proposed, []
         if proposed[0] != ON_DEVICE:
@@ -75,11 +75,12 @@ class VllmProposals:
         elif drafted.draft and drafted.draft[0] == ON_DEVICE:
             right, seen = min(len(drafted.draft), len(tokens) - 1), len(drafted.draft)
         else:
-            return 0, 0, 0
+            return
         tested = count_tested(right, seen)
         drafted.proposed_right += right
         drafted.proposed_tested += tested
-        return right, tested, 1
+        for place, number in enumerate((right, tested, 1)):
+            sums[place] += number
 
     def take(self, running: Sequence[DraftedTokens]) -> None:
         """Takes the proposals of the step that has ended off the requests of these chunks."""
@@ -89,20 +90,17 @@ class VllmProposals:
 
     def join(self, batch: ProposalBatch, running: Sequence[DraftedTokens], guess: bool = False) -> None:
         """Joins the proposals of these chunks with those in the batch, row by row. `guess`: as if it had run."""
-        most = batch.tokens.shape[1]
-        for row, drafted in enumerate(running if self._length else ()):
-            tokens = [ON_DEVICE] * self._length if guess else drafted.proposed
-            if tokens and drafted.chunk.draft.method in (None, DraftMethod.VLLM):
-                batch.put(row, self._proposal(drafted, tokens).joined(batch.get(row)).first(most))
-
-    def _proposal(self, drafted: DraftedTokens, tokens: list[int]) -> Proposal:
-        right = chance(drafted.proposed_right, drafted.proposed_tested, self._acceptance.chance(DraftMethod.VLLM))
-        return Proposal(
-            tokens=np.array(tokens, np.int32),
-            right=np.full(len(tokens), right, np.float32),
-            sources=np.full(len(tokens), Source.VLLM, np.uint8),
-            match_tokens=0,
-        )
+        like = [ON_DEVICE] * self._length if guess else None
+        found = [(row, like or drafted.proposed) for row, drafted in enumerate(running if self._length else ())
+                 if (like or drafted.proposed) and drafted.chunk.draft.method in (None, DraftMethod.VLLM)]  # fmt: skip
+        if not found:
+            return
+        rows, proposed = zip(*found, strict=True)
+        tokens = np.array([each + [NO_TOKEN] * (self._length - len(each)) for each in proposed], np.int32)
+        usual = self._acceptance.chance(DraftMethod.VLLM)
+        chances = [chance(running[row].proposed_right, running[row].proposed_tested, usual) for row in rows]
+        right = np.where(tokens == NO_TOKEN, 0, np.array(chances)[:, None])
+        batch.join(np.array(rows), tokens, right.astype(np.float32), Source.VLLM)
 
     def settle(self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets, cost, decide) -> np.ndarray:
         """Decides whether it runs in the next step. Returns the budgets i32[n] of this one.

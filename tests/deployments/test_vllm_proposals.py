@@ -4,14 +4,15 @@ one: samples that write an answer, and a drafter that proposes its next tokens, 
 
 import numpy as np
 import pytest
-from test_drafts import ANSWER, PROMPT, Request
+from test_drafts import PROMPT, Request
 
-from tailrace.deployments.draft_index.proposal import accepted_tokens
+from tailrace.deployments.draft_index.proposal import Proposal, accepted_tokens
 from tailrace.deployments.drafting import vllm_proposals
 from tailrace.deployments.drafting.drafts import EngineDrafts
+from tailrace.deployments.drafting.proposal_batch import ProposalBatch
 from tailrace.deployments.drafting.vllm_proposals import FIRST_MEASURE, LOOK, MEASURE, ON_DEVICE, TRIAL
 from tailrace.deployments.messages.chunk import ChunkRequest
-from tailrace.deployments.messages.context import GroupRef
+from tailrace.deployments.messages.context import GroupRef, Source
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
@@ -228,3 +229,32 @@ def test_it_does_not_wait_where_it_would_not_pay():
         engine.step(ahead=True)
         assert not engine.waits and not engine.on
     engine.drafts.stop()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_proposals_are_joined_as_those_of_a_draft_model(seed):
+    """Row by row the path of most expected tokens through the tree of both; common tokens keep their source."""
+    rng = np.random.default_rng(seed)
+    count, most, length = 12, 5, 3
+    batch, wanted = ProposalBatch(count, most), []
+    tokens, right = np.full((count, length), vllm_proposals.NO_TOKEN, np.int32), np.zeros((count, length), np.float32)
+    for row in range(count):
+        sizes = rng.integers(0, most + 1), rng.integers(0, length + 1)
+        ours, other = (
+            Proposal(
+                tokens=rng.integers(0, 3, size).astype(np.int32),
+                right=rng.uniform(0.05, 1, size).astype(np.float32),
+                sources=np.full(size, source, np.uint8),
+                match_tokens=0,
+            )
+            for size, source in zip(sizes, (Source.MATE, Source.VLLM), strict=True)
+        )
+        batch.put(row, ours)
+        tokens[row, : sizes[1]], right[row, : sizes[1]] = other.tokens, other.right
+        wanted.append(ours.joined(other))
+    batch.join(np.arange(count), tokens, right, Source.VLLM)
+    for row, one in enumerate(wanted):
+        found = batch.get(row)
+        assert found.tokens.tolist() == one.tokens.tolist() and found.sources.tolist() == one.sources.tolist()
+        np.testing.assert_allclose(found.right, one.right)
+        assert not batch.right[row, len(one.tokens) :].any()

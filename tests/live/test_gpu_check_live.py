@@ -39,10 +39,12 @@ def test_every_step_ends_well_and_says_what_needs_a_card(ran):
 
 
 def test_tokens_are_the_same_however_they_are_computed(ran):
-    for step in ("exact_eager", "v1", "experts", "fp8"):
+    for step in ("exact_eager", "v1", "experts", "fp8", "drafter"):
         found = {name: ran["of"][step][name] for name in SAME_TOKENS if name in ran["of"][step]}
         assert [each["unlike"] for each in found.values()] == [0] * len(found) and len(found) >= 4
         assert found["with drafts"]["accepted_tokens"] > 0, "drafts that hit are drafts"
+    own = ran["of"]["drafter"]["with drafts"]
+    assert own["accepted_tokens"] >= 0.8 * own["drafted_tokens"], "the model is its own draft model"
     assert ran["of"]["exact_eager"]["tokens"]["digest"] == ran["of"]["v1"]["tokens"]["digest"]
 
 

@@ -75,6 +75,8 @@ STEPS = (
          " together, in chunks, with drafts; new weights, and what the engine then holds", dry=True),
     CheckStep("fp8", 60, 150, 3, f"{ROOM}.fp8:fp8", "weights and KV in FP8 at `bits`: equal tokens alone, together, in"
          " chunks, with drafts; new weights, which the engine quantizes", dry=True),
+    CheckStep("drafter", 60, 150, 3, f"{ROOM}.drafter:drafter", "vLLM's own draft model, V2, graphs, `bits`: equal"
+         " tokens with its drafts, which share the samples' noise, and how many are right", second_try=EAGER, dry=True),
     CheckStep("kv_copy", 10, 40, 3, f"{ROOM}.kv_copy:kv_copy", "KV blocks to pinned memory and back, GB/s", dry=True),
     CheckStep("sleep", 30, 90, 3, f"{ROOM}.sleep:sleep", "memory given back and taken again", dry=True),
     CheckStep("pool", 45, 120, 3, f"{ROOM}.pool:pool", "KV to the pool and back: equal tokens, ms beside"

@@ -1,0 +1,18 @@
+"""vLLM's own drafter on its second model runner, drawing with the samples' noise inside of CUDA graphs.
+
+The model is its own draft model, so nearly all drafts are right if positions and keys are those of the samples.
+"""
+
+from tailrace.lab.benchmarks.gpu.measurements import Measurements
+from tailrace.lab.benchmarks.gpu.steps.engine import DRAFT_TOKENS, made, vocabulary_of
+from tailrace.lab.benchmarks.gpu.steps.exactness import SameSamples
+from tailrace.lab.benchmarks.gpu.steps.ours import started
+
+SHAPE = "135M"
+
+
+def drafter(step: Measurements) -> None:
+    model, _ = made(step.place, SHAPE)
+    own = {"method": "draft_model", "model": model, "num_speculative_tokens": DRAFT_TOKENS}
+    engine = started(step, SHAPE, runner="v2", draft="vllm", speculative_config=own)
+    SameSamples(step, engine, vocabulary_of(step.place, SHAPE)).compare()
