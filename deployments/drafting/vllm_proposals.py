@@ -28,8 +28,10 @@ FIRST_MEASURE, MEASURE, LOOK, TRIAL = 8, 64, 8, 256
 without it between two looks whether it would pay; and before a trial, which tests its proposals again.
 """
 
-WEIGHT, LIKE = 0.25, 0.1
-"""Weight of a new measurement of its seconds; maximum difference between the tokens of the two compared steps."""
+WEIGHT, LIKE, FADE = 0.25, 0.1, 0.9
+"""Weight of a new measurement of its seconds; maximum difference between the tokens of the two compared steps; weight
+of what it has brought until now beside what it brings in the next step.
+"""
 
 
 class VllmProposals:
@@ -42,7 +44,7 @@ class VllmProposals:
         self.on = self.ran = False  # in the next step; in the step that has just ended
         self.trial = False
         self._steps, self._until_measure, self._until_look = 0, FIRST_MEASURE, 0
-        self._seconds = 0.0
+        self._seconds = self._worth = 0.0  # of it in a step; tokens a second that it brings, a faded sum over steps
         self._before: tuple[float, int, int] | None = None  # seconds, samples and tokens of the step before, if with it
         switch(0)
 
@@ -138,6 +140,7 @@ class VllmProposals:
                 self._until_measure, self._until_look = MEASURE, 0
         else:
             self.trial = not self.on and self._steps >= TRIAL
+            self._worth = 0.0
             self._set(self.trial)
 
     @staticmethod
@@ -148,13 +151,18 @@ class VllmProposals:
         return gains, (inside & (batch.sources == Source.VLLM)).any(axis=1)
 
     def _pays(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> bool:
+        """Returns whether its drafts are worth its seconds: those of one step, before it runs; then the mean of the
+        last steps, since n-grams have proposals in some steps alone.
+        """
+        if cost is None:
+            return True
         gains, of_vllm = self._gains(batch, budgets)
-        if cost is None or not of_vllm.any():
-            return bool(of_vllm.any())
         count, others = len(budgets), ~of_vllm
         with_s = float(cost.at(count + budgets.sum())) + self._seconds
         without_s = float(cost.at(count + budgets[others].sum()))
-        return (count + gains.sum()) * without_s > (count + gains[others].sum()) * with_s
+        worth = (count + gains.sum()) / with_s - (count + gains[others].sum()) / without_s
+        self._worth = FADE * self._worth + worth if self.ran else worth
+        return self._worth >= 0 if self.ran else self._worth > 0
 
     def rest(self) -> None:
         """Lets it propose nothing in the next step, since nothing drafts."""
