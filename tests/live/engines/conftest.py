@@ -1,6 +1,9 @@
 """Models of these tests. One has few tokens: a row of the demo model's takes Triton's interpreter half a second."""
 
+import asyncio
 import shutil
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,26 @@ def image_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "model"
     make_image_model(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """The endpoint of a pool that an engine waits for. A process can have one engine with a pool at a time: vLLM's
+    socket for look-ups has the name of the process.
+    """
+    from tailrace.kvpool.pool_config import PoolConfig
+    from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
+
+    started, ended = Future(), threading.Event()
+
+    async def stay() -> None:
+        late = dict.fromkeys(("lookup_deadline_s", "load_deadline_s", "save_deadline_s"), 60)  # else computed again
+        async with running_pool(PoolConfig(dram_gib=0.3, retry_s=0.005, **late)) as pool:
+            started.set_result(pool.endpoint)
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
+    thread.start()
+    yield started.result(timeout=60)
+    ended.set()
+    thread.join()

@@ -2,10 +2,7 @@
 model runner, its Triton kernels and ours interpreted: the tokens and records of an engine that waits.
 """
 
-import asyncio
-import threading
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +14,7 @@ from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import ASYNC, DraftConfig, EngineConfig
-from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.benchmarks.engine.second_runner import second_runner
-from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 from tailrace.policies.families.drafting import FixedBudget
 
 RUNNING = 3
@@ -132,23 +127,11 @@ KEPT = []
 
 
 @pytest.fixture(scope="module")
-def pooled(config, runner):
-    """An engine with a pool. A process can have one: vLLM's socket for look-ups has the name of the process."""
-    started, ended = Future(), threading.Event()
-
-    async def stay() -> None:
-        async with running_pool(PoolConfig(dram_gib=0.3, lookup_deadline_s=60, load_deadline_s=60)) as pool:
-            started.set_result(pool.endpoint)
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
-    thread.start()
-    engine = Engine(config.model_copy(update={"model_runner": "v2"}), started.result(timeout=60))
+def pooled(config, runner, pool):
+    engine = Engine(config.model_copy(update={"model_runner": "v2"}), pool)
     KEPT.append(engine.stepper._engine)
     yield engine
     engine.stepper.close()
-    ended.set()
-    thread.join()
 
 
 def test_a_step_that_raises_in_flight_loses_no_token_and_no_block(pooled, monkeypatch):

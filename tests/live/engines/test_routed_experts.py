@@ -4,10 +4,7 @@ One engine in this process, with a pool, which drafts by n-gram look-up; chunks 
 is the model's own router, by transformers. Each test is one way by which others have lost routes.
 """
 
-import asyncio
 import shutil
-import threading
-from concurrent.futures import Future
 from contextlib import nullcontext
 
 import numpy as np
@@ -27,8 +24,6 @@ from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.results.routed_experts import RoutedExperts
 from tailrace.deployments.staging.held import checksum_of
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.pool_config import PoolConfig
-from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 
 KEPT = []
 """Ended engines, see test_engine_faults_pool.py."""
@@ -45,23 +40,6 @@ def folder(model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts") / "model"
     make_moe_model(folder, model_dir)
     return folder
-
-
-@pytest.fixture(scope="module")
-def pool():
-    started, ended = Future(), threading.Event()
-
-    async def stay() -> None:
-        late = dict.fromkeys(("lookup_deadline_s", "load_deadline_s", "save_deadline_s"), 60)  # else computed again
-        async with running_pool(PoolConfig(dram_gib=0.3, retry_s=0.005, **late)) as pool:
-            started.set_result(pool.endpoint)
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
-    thread.start()
-    yield started.result(timeout=60)
-    ended.set()
-    thread.join()
 
 
 @pytest.fixture(scope="module")
