@@ -99,7 +99,9 @@ class EngineWeights:
         unlike: tuple[str, ...] | None = None
         problem = ""
         if weights_digest(folder) == self._digest:
-            unlike = tuple(self._engine.collective_rpc("unlike_weights", args=(folder,))[0])
+            found = self._engine.collective_rpc("unlike_weights", args=(folder,))[0]
+            unlike = None if found is None else tuple(found)
+            problem = "" if found is not None else "quantized weights have other values than their source"
         else:
             problem = f"{called(folder)}: holds other weights now"
         checksums = self._engine.collective_rpc("weight_checksums")[0]

@@ -161,7 +161,8 @@ class EngineStats:
 class WeightsRead:
     """The weights that an engine computes with, read back. `checksums`: checksums of their values by saved name, zeros
     taken as positive, see `deployments.staging.checksums`. `unlike`: names whose values differ from those of their
-    source; None if the source has changed since, with the `problem`.
+    source; None if it has changed since or the weights are quantized, with the `problem`. Quantized ones have the names
+    of vLLM's model.
     """
 
     version: int

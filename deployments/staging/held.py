@@ -85,6 +85,17 @@ class HeldWeights:
         return [f"{name} (packed)" for name, module in copies if not torch.equal(unpacked(module), module.weight)]
 
 
+def quantized_checksums(model: torch.nn.Module) -> dict[str, str]:
+    """Returns checksums of a quantized model's tensors, scales too, under the names that they have in vLLM's model."""
+    held = {
+        f"{path}.{kind}": values_of(module, kind).cpu()
+        for path, module in model.named_modules()
+        for kind, parameter in module.named_parameters(recurse=False)
+        if not parameter.is_meta
+    }
+    return {name: checksum(name, *as_bytes(name, values)) for name, values in sorted(held.items())}
+
+
 def is_packed(module: torch.nn.Module) -> bool:
     """Returns whether vLLM's CPU layers multiply by a copy of this module's weight; a LoRA layer around it does not
     count.

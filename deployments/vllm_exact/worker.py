@@ -4,6 +4,7 @@ Invariant: with any model runner of vLLM, every token comes from ExactSampler or
 of this machine's platform exists here, because importing the other one's base can fail.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from vllm.config import set_current_vllm_config
@@ -16,7 +17,7 @@ from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 from tailrace.deployments.staging.adapter_folder import misfit
 from tailrace.deployments.staging.given_back import give_back, trim
-from tailrace.deployments.staging.held import HeldWeights, is_packed
+from tailrace.deployments.staging.held import HeldWeights, is_packed, quantized_checksums
 from tailrace.deployments.staging.received import ReceivedWeights
 from tailrace.deployments.vllm_exact import lora, windows
 from tailrace.deployments.vllm_exact.engine_config import ROUTED_EXPERTS
@@ -114,9 +115,11 @@ class ExactWorker:
         """
         if self.parallel_config.world_size > 1:
             raise ValueError("weights are read back on engines of one rank alone; set tensor_parallel to 1")
-        if self.model_config.is_quantized or self.model_config.quantization is not None:
-            raise ValueError("weights that are quantized are not read back: their values are not those of the source")
         return HeldWeights(self.model_runner.get_model(), self._shapes)
+
+    @property
+    def _is_quantized(self) -> bool:
+        return self.model_config.is_quantized or self.model_config.quantization is not None
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -125,12 +128,20 @@ class ExactWorker:
         return {name: shape for name, shape in held.items() if not predicts_further(name, self._layers)}
 
     def weight_checksums(self) -> dict[str, str]:
-        """Returns checksums of the weights held, by saved name. Raises ValueError, one line."""
-        return self.held_weights().checksums()
+        """Returns checksums of the weights held, by saved name; of quantized ones by vLLM's. Raises ValueError, one
+        line.
+        """
+        return self._read(quantized_checksums, HeldWeights.checksums)
 
-    def unlike_weights(self, folder: str) -> list[str]:
-        """Returns the names of held tensors that differ from those of a folder. Raises ValueError, one line."""
-        return self.held_weights().unlike(read_tensors(folder))
+    def unlike_weights(self, folder: str) -> list[str] | None:
+        """Returns the names of held tensors that differ from those of a folder; None if they are quantized, and have
+        other values. Raises ValueError, one line.
+        """
+        return self._read(lambda _model: None, lambda held: held.unlike(read_tensors(folder)))
+
+    def _read(self, quantized: Callable, plain: Callable):
+        held = self.held_weights()
+        return quantized(self.model_runner.get_model()) if self._is_quantized else plain(held)
 
     def transfer_weights(self, transfer: Transfer) -> str:
         """Runs one phase of a transfer. Returns the source that the first rank has staged, or an empty text.

@@ -1,6 +1,6 @@
 """Weights and KV in FP8: equal tokens however they are computed, and new weights, which the engine quantizes.
 
-vLLM's build for CPUs has no weights in FP8, so a dry run has the KV alone.
+On a CPU vLLM has weights in FP8 with bfloat16 alone, so a dry run has the KV alone.
 """
 
 from tailrace.lab.benchmarks.gpu.measurements import Measurements

@@ -59,7 +59,7 @@ class NewWeights:
             "second_s": second_s,
             "changed": self._tokens_of_new != before,
             "returned": returned,
-            "held_unlike": len(held.unlike),
+            "held_unlike": len(held.unlike or ()),
             "not_read": held.problem,
             "gib": os.path.getsize(Path(self._new) / WEIGHTS) / 2**30,
         }
