@@ -65,7 +65,7 @@ class Engine:
             after = at + len(tokens)
             self.proposed[name] = (self.answer(name, after, self.right) + [WRONG] * LENGTH)[:length]
             request.spec_token_ids = [ON_DEVICE] * length if self.on_device else list(self.proposed[name])
-        tokens = sum(len(draft) for draft in verified.values()) + len(verified)
+        tokens = self.tokens = sum(len(draft) for draft in verified.values()) + len(verified)
         took_s = BASE_S + TOKEN_S * tokens + (self.drafter_s if length else 0.0)
         self.own_s = self.drafts.step(took_s, len(made), tokens, ahead)
         self.drafts.made_by(made)
@@ -186,17 +186,17 @@ def test_its_seconds_are_measured_and_weighed(drafter_s, stays):
     cost_s = float(engine.drafts.performance.steps.cost(2).at(8))
     for _ in range(2 * MEASURE + 10):
         engine.step()
-        assert engine.own_s < 2 * BASE_S, "the cost of steps is that without it"
+        assert engine.own_s == pytest.approx(BASE_S + TOKEN_S * engine.tokens), "the cost of steps is that without it"
     assert float(engine.drafts.performance.steps.cost(2).at(8)) == pytest.approx(cost_s)
     assert len(engine.switched) - changes == (4 if stays else 0), "off for one step, twice"
     engine.drafts.stop()
 
 
-def test_steps_of_other_sizes_measure_nothing():
+def test_steps_of_other_sizes_and_steps_that_ran_ahead_measure_nothing():
     proposals = vllm_proposals.VllmProposals(LENGTH, [].append, Engine().drafts.performance.acceptance)
-    for samples, tokens in ((3, 8), (2, 40)):
+    for samples, tokens, ahead in ((3, 8, False), (2, 40, False), (2, 8, True)):
         proposals.on = True
-        assert proposals.step(0.5, 2, 8, ahead=False) == 0.5
+        assert proposals.step(0.5, 2, 8, ahead) == 0.5
         proposals.on = False
         proposals.step(0.1, samples, tokens, ahead=False)
         assert proposals._seconds == 0.0

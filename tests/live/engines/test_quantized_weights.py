@@ -1,5 +1,6 @@
-"""Weights in FP8, which the engine quantizes as it loads them, by `fp8_per_channel`: the form that a CPU has. New weights
-are those of an engine that was started on them, to the bit of what is computed with.
+"""Weights in FP8, which the engine quantizes as it loads them, by `fp8_per_channel`: the form that a CPU has.
+
+New weights are those of an engine that was started on them, to the bit of what is computed with.
 """
 
 import shutil
