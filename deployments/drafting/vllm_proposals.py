@@ -46,7 +46,8 @@ class VllmProposals:
         self._steps, self._until_measure, self._until_look = 0, FIRST_MEASURE, 0
         self._seconds = self._worth = 0.0  # of it in a step; tokens a second that it brings, a faded sum over steps
         self._before: tuple[float, int, int] | None = None  # seconds, samples and tokens of the step before, if with it
-        switch(0)
+        if length:
+            switch(0)
 
     @property
     def methods(self) -> tuple[str, ...]:

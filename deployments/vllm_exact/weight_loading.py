@@ -55,7 +55,7 @@ def predicts_further(name: str, layers: int) -> bool:
 
     vLLM's model leaves them to a drafter. Trainers may not have them: transformers leaves them out of its models.
     """
-    layer = re.search(r"\.layers\.(\d+)\.", name)
+    layer = re.match(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.", name)  # none of a vision tower
     return re.search(r"(^|\.)mtp", name) is not None or (layer is not None and int(layer[1]) >= layers)
 
 
@@ -154,9 +154,9 @@ def load_drafter(vllm_config, model, folder: str) -> None:
     """Loads the weights of vLLM's own drafter from a folder. Raises RuntimeError when it fails half-way."""
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-    files = _opened(folder)
+    files, plain = _opened(folder), getattr(model, "unwrap", lambda: model)()  # from its CUDA graphs
     try:
-        reload_weights(vllm_config, model, _tensors(files), weights_path=None, is_checkpoint_format=True)
+        reload_weights(vllm_config, plain, _tensors(files), weights_path=None, is_checkpoint_format=True)
     except Exception as error:  # after any error the drafter is half loaded
         raise RuntimeError(f"{called(folder)}: loading the drafter broke off half-way: {error!r}") from error
 

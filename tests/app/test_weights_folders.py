@@ -11,7 +11,13 @@ from safetensors.numpy import load_file, save_file
 from tailrace.app.errors import BadInput
 from tailrace.app.model import perturbed
 from tailrace.deployments.vllm_exact import weight_loading
-from tailrace.deployments.vllm_exact.weight_loading import checked_digest, refusal, tensors_of, weights_digest
+from tailrace.deployments.vllm_exact.weight_loading import (
+    checked_digest,
+    predicts_further,
+    refusal,
+    tensors_of,
+    weights_digest,
+)
 
 LAYERS = 2
 EMBEDDING = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
@@ -56,7 +62,10 @@ def test_the_same_tensors_are_taken_however_they_are_split_or_rounded(tmp_path, 
         assert refusal(str(folder), loaded, LAYERS) is None
 
 
-@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.mtp_layers.0.norm", "model.layers.2.norm"])
+FURTHER = ("mtp.fc.weight", "model.mtp_layers.0.norm", "model.layers.2.norm", "model.language_model.layers.2.norm")
+
+
+@pytest.mark.parametrize("name", FURTHER)
 def test_layers_that_predict_further_may_be_missing(tmp_path, name):
     """Trainers may not have them: transformers leaves them out of its models."""
     loaded = tensors_of(str(write(tmp_path / "with", {**TENSORS, name: EMBEDDING})))
@@ -64,6 +73,8 @@ def test_layers_that_predict_further_may_be_missing(tmp_path, name):
     assert refusal(plain, loaded, LAYERS) is None
     assert f"the running model has no tensor {name}" in refusal(str(tmp_path / "with"), tensors_of(plain), LAYERS)
     assert name in refusal(str(write(tmp_path / "other", other)), loaded, LAYERS)
+    held = ("model.layers.1.norm", "model.visual.layers.2.norm", "layer.2")
+    assert not [mine for mine in held if predicts_further(mine, LAYERS)]
     fewer = {key: value for key, value in TENSORS.items() if key != "layer.1.weight"}
     assert "no tensor layer.1.weight" in refusal(str(write(tmp_path / "fewer", fewer)), loaded, LAYERS)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
-from tailrace.deployments.messages.command import LoadWeights, ReadWeights, ResetCache
+from tailrace.deployments.messages.command import FallAsleep, LoadWeights, ReadWeights, ResetCache, WakeKv
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 
@@ -53,19 +53,22 @@ def answers(engine: EngineRunner, version: int) -> list[list[int]]:
 
 
 def test_new_weights_are_quantized_as_at_a_start(narrow_model, newer):
-    found = {}
-    for name, model in (("old", narrow_model), ("new", newer)):
-        engine = started(model, quantization="fp8_per_channel")
-        found[name] = answers(engine, 0), engine.ask(ReadWeights()).result(timeout=60)
-        engine.stop()
+    engine = started(newer, quantization="fp8_per_channel")
+    found = {"new": (answers(engine, 0), engine.ask(ReadWeights()).result(timeout=60))}
+    engine.stop()
     engine = started(narrow_model, quantization="fp8_per_channel")
     try:
+        found["old"] = answers(engine, 0), engine.ask(ReadWeights()).result(timeout=60)
         for version, (name, folder) in enumerate((("new", newer), ("old", narrow_model)), 1):
             engine.ask(LoadWeights(version, str(folder))).result(timeout=60)
             assert engine.ask(ResetCache()).result(timeout=60)
             read = engine.ask(ReadWeights()).result(timeout=60)
             assert answers(engine, version) == found[name][0]
             assert read.checksums == found[name][1].checksums
+            engine.ask(FallAsleep()).result(timeout=60)
+            engine.ask(LoadWeights(version, str(folder))).result(timeout=60)
+            engine.ask(WakeKv()).result(timeout=60)
+            assert engine.ask(ReadWeights()).result(timeout=60).checksums == read.checksums
             assert (read.unlike, read.problem) == (None, "quantized weights have other values than their source")
     finally:
         engine.stop()
