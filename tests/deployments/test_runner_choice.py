@@ -89,3 +89,23 @@ def test_steps_run_ahead_on_gpus_unless_something_needs_each_token_first(given, 
 def test_steps_ahead_that_cannot_be_are_refused():
     with pytest.raises(ValidationError, match=r"vllm_args\.async_scheduling: it needs device: gpu"):
         EngineConfig(model="m", vllm_args={"async_scheduling": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"draft": {"method": "vllm"}}, r"draft\.method: vllm needs vllm_args\.speculative_config, such as"),
+        ({"draft": {"method": "off"}, "vllm_args": {"speculative_config": MTP}}, "draft.method is off; write vllm or"),
+        ({"vllm_args": {"speculative_config": {"method": "mtp"}}}, "it needs num_speculative_tokens, from 1 to 16"),
+        ({"vllm_args": {"speculative_config": MTP | {"num_speculative_tokens": 17}}}, "from 1 to 16"),
+        ({"vllm_args": {"speculative_config": MTP, "data_parallel_size": 2}}, "remove vllm_args.data_parallel_size"),
+        (
+            {"draft": {"method": "ngram"}},
+            "write vllm, and its drafter in vllm_args.speculative_config, with method: ngr",
+        ),
+    ],
+)
+def test_a_drafter_that_cannot_work_is_refused_in_one_line(given, reason):
+    with pytest.raises(ValidationError, match=reason) as refused:
+        EngineConfig.model_validate({"model": "m"} | given)
+    assert len(refused.value.errors()) == 1 and "\n" not in refused.value.errors()[0]["msg"]
