@@ -57,6 +57,11 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
     return await _roll(client, run, ruled(batch) if run.ruled else batch, file)
 
 
+def _url(file: ServeFile) -> str:
+    """Returns the address of the gateway of a service that has one."""
+    return f"http://{file.gateway.args.host}:{file.gateway.args.port}"
+
+
 async def _roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, file: ServeFile) -> dict:
     journaled = "races" in run.shows or run.clients
     if journaled:
@@ -73,11 +78,10 @@ async def _roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch
     began_s = time.monotonic()
     note = await run.begin(client, batch) if run.begin else None
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
-    url = f"http://{file.gateway.args.host}:{file.gateway.args.port}"
     if run.clients:
-        groups, note = await over_http(url, run.clients, batch)
+        groups, note = await over_http(_url(file), run.clients, batch)
     elif run.trajectories:
-        groups, note = await trajectories(client, url, batch)
+        groups, note = await trajectories(client, _url(file), batch)
     else:
         groups = await (run.ask or groups_of)(client, batch)
     seconds = round(time.monotonic() - began_s, 1)
