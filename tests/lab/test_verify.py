@@ -1,6 +1,9 @@
 """The certificate finds every kind of difference, and names sample and position."""
 
+import asyncio
 import json
+from collections import Counter
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -10,10 +13,11 @@ from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.app.errors import BadInput
 from tailrace.deployments.drafter.drafter_config import DrafterConfig
-from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.lab.commands.verify import _at_level, _chosen
+from tailrace.lab.verification import tokens
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
 from tailrace.lab.verification.closeness import sentences
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
@@ -235,3 +239,15 @@ def test_adapters_are_no_run_of_windows():
     assert left_out == {run.name for run in RUNS if run.adapted}
     with pytest.raises(BadInput, match="--runs moved_adapters: bits in bfloat16 on a CPU takes no adapters"):
         _chosen(("moved_adapters",), windowed)
+
+
+def test_a_run_on_a_service_without_http_asks_for_no_address(monkeypatch):
+    for name, found in {"whole": None, "pool_counts": Counter(), "work_of": Counter(), "groups_of": ["groups"]}.items():
+        monkeypatch.setattr(tokens, name, AsyncMock(return_value=found))
+    monkeypatch.setattr(tokens, "REPORTED_S", 0)
+    monkeypatch.setattr(tokens, "total", dict)
+    file = load_config()
+    assert file.gateway is None
+    (run,) = (run for run in RUNS if run.name == "ngram_drafts")
+    batch = RolloutBatch(batch_id="b", groups=())
+    assert asyncio.run(tokens.roll(AsyncMock(), run, batch, file))["groups"] == ["groups"]
