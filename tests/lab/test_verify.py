@@ -13,7 +13,7 @@ from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.app.errors import BadInput
 from tailrace.deployments.drafter.drafter_config import DrafterConfig
-from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult, Segment
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.lab.commands.verify import _at_level, _chosen
@@ -249,5 +249,6 @@ def test_a_run_on_a_service_without_http_asks_for_no_address(monkeypatch):
     file = load_config()
     assert file.gateway is None
     (run,) = (run for run in RUNS if run.name == "ngram_drafts")
-    batch = RolloutBatch(batch_id="b", groups=())
+    group = PromptGroup(prompt_id="p", token_ids=(1, 2))
+    batch = RolloutBatch(batch_id="b", groups=(group,))
     assert asyncio.run(tokens.roll(AsyncMock(), run, batch, file))["groups"] == ["groups"]
