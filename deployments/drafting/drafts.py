@@ -266,7 +266,7 @@ class EngineDrafts:
         batch = self._proposals(fresh, cost, due)
         decide = partial(self._budgets, fresh, cost, self._memory)
         budgets, self._memory = decide(batch)
-        budgets = self._vllm.settle(fresh, batch, budgets, cost if self._policy.by_worth else None, decide)
+        budgets = self._vllm.weigh(fresh, batch, budgets, cost if self._policy.by_worth else None, decide)
         tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
         for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
             drafted.futile = not budget

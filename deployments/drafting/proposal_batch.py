@@ -17,13 +17,6 @@ class ProposalBatch:
         self.sources = np.zeros((count, most), np.uint8)
         self.lengths, self.match_tokens = np.zeros((2, count), np.int32)
 
-    def copy(self) -> "ProposalBatch":
-        """Returns a batch of the same proposals."""
-        other = ProposalBatch(*self.tokens.shape)
-        other.tokens[:], other.right[:], other.sources[:] = self.tokens, self.right, self.sources
-        other.lengths[:], other.match_tokens[:] = self.lengths, self.match_tokens
-        return other
-
     def put(self, row: int, proposal: Proposal) -> None:
         """Sets the proposal of one row."""
         size = len(proposal.tokens)

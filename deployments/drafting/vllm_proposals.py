@@ -8,6 +8,7 @@ steps of one size, one with it and the next without. Owned by `EngineDrafts`, on
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 import numpy as np
 
@@ -105,7 +106,7 @@ class VllmProposals:
         right = np.where(tokens == NO_TOKEN, 0, np.array(chances)[:, None])
         batch.join(np.array(rows), tokens, right.astype(np.float32), Source.VLLM)
 
-    def settle(self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets, cost, decide) -> np.ndarray:
+    def weigh(self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets, cost, decide) -> np.ndarray:
         """Decides whether it runs in the next step. Returns the budgets i32[n] of this one.
 
         `budgets`: those of the batch by the policy, which `decide` asks for another batch. `cost`: StepCost, or None if
@@ -117,7 +118,7 @@ class VllmProposals:
                 budgets = np.where(tested, np.maximum(budgets, 1), budgets)
             self._decide(batch, budgets, cost)
         elif self._length and self._looks(cost is not None):
-            guess = batch.copy()
+            guess = deepcopy(batch)
             self.join(guess, running, guess=True)
             self._decide(guess, decide(guess)[0], cost)
         return budgets

@@ -74,8 +74,8 @@ class Stepper:
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
             length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
-            own = {"proposed": config.proposed_tokens, "switch": partial(set_proposed, self._engine)}
-            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary, **own)
+            of_vllm = {"proposed": config.proposed_tokens, "switch": partial(set_proposed, self._engine)}
+            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary, **of_vllm)
             self._performance = self._drafts.performance
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
@@ -220,8 +220,8 @@ class Stepper:
         """Takes the tokens of a step, proposes drafts, and hears from the pool. Returns the tokens by chunk id."""
         made, made_tokens = self._receive(outputs, now_s)
         samples, tokens = len(made), work.verified_tokens
-        own_s = took_s if self._drafts is None else self._drafts.step(took_s, samples, tokens, work.ahead)
-        self._performance.step(samples, tokens, own_s, made_tokens, now_s, work.context_tokens)
+        decoding_s = took_s if self._drafts is None else self._drafts.step(took_s, samples, tokens, work.ahead)
+        self._performance.step(samples, tokens, decoding_s, made_tokens, now_s, work.context_tokens)
         self.progress_s = now_s if outputs else self.progress_s
         if not (outputs or self._pace.computing):
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter

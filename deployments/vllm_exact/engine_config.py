@@ -214,7 +214,7 @@ class EngineConfig(BaseModel):
     def _runner_fits(self) -> "EngineConfig":
         if self.model_runner == "v2" and self.device == "cpu":
             raise ValueError("model_runner v2 runs on GPUs alone; with device cpu take v1")
-        if self.model_runner == "v2" and (self.own_drafter or {}).get("method") == "suffix":
+        if self.model_runner == "v2" and (self.vllm_drafter or {}).get("method") == "suffix":
             raise ValueError("model_runner v2 has no suffix drafter; take another, or v1")
         return self
 
@@ -249,14 +249,14 @@ class EngineConfig(BaseModel):
         return bool(self.vllm_args.get(ROUTED_EXPERTS))
 
     @property
-    def own_drafter(self) -> dict | None:
+    def vllm_drafter(self) -> dict | None:
         """Returns the settings of vLLM's own drafter, or None if there is none."""
         return self.vllm_args.get(SPECULATION)
 
     @property
     def proposed_tokens(self) -> int:
         """Number of tokens that vLLM's own drafter proposes; 0 if there is none."""
-        return (self.own_drafter or {}).get("num_speculative_tokens", 0)
+        return (self.vllm_drafter or {}).get("num_speculative_tokens", 0)
 
     @property
     def draft_tokens(self) -> int:

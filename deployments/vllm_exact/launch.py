@@ -83,8 +83,8 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None, ah
             arguments["kv_transfer_config"] = transfer_config(config, pool)
             engine = started(arguments, ahead)
     if config.draft.drafts:
-        verify_drafts_only(engine, proposes=config.own_drafter is not None)
-        if config.model_runner == "v2" and config.own_drafter is None:
+        verify_drafts_only(engine, proposes=config.vllm_drafter is not None)
+        if config.model_runner == "v2" and config.vllm_drafter is None:
             engine.collective_rpc("propose_nothing")
     return engine
 
@@ -202,7 +202,7 @@ def speculative_config(config: EngineConfig) -> dict:
     Without a drafter of vLLM's its first model runner gets one of ours, which proposes nothing. The second takes no
     class of ours, so it gets vLLM's n-gram lookup, which then proposes nothing.
     """
-    most, own = {"num_speculative_tokens": config.draft_tokens}, config.own_drafter
+    most, own = {"num_speculative_tokens": config.draft_tokens}, config.vllm_drafter
     if own is None and config.model_runner == "v2":
         return most | {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
     if own is None:

@@ -129,7 +129,7 @@ RUNS = (
     VerificationRun("master_node_lost", chunked(32, "fixed", "round_robin"), TWO, MOVES, lose_the_master),
     VerificationRun("head_restarted", chunked(23, "fixed"), Service(GROUP, restarted=True), ("drafted_tokens", "note")),
     VerificationRun("own_drafts_cap_5", chunked(64, "fixed"), Service(OWN_CAP_5)),
-    VerificationRun("ngram_drafts", chunked(64, MODEL), Service(LOOKED_UP)),
+    VerificationRun("ngram_drafts", chunked(64, "fixed"), Service(LOOKED_UP)),
     VerificationRun("redrawn", chunked(23, "fixed", "round_robin"), Service(REDRAWN), MOVES),
     VerificationRun("plain_adapters", WHOLE | {"drafting": "off"}, LORA, ("adapted_tokens",), adapted=True),
     VerificationRun(

@@ -36,7 +36,7 @@ def test_v2_verifies_the_drafts_of_groups_by_a_method_that_it_has():
     assert "speculative_config" not in engine_arguments(config("v2", "off"))
 
 
-def test_vllms_own_drafter_gets_room_for_the_longest_draft_in_whole_proposals():
+def test_vllms_vllm_drafter_gets_room_for_the_longest_draft_in_whole_proposals():
     """vLLM wants a multiple of the tokens that a model predicts; `per_batch_size` is what it captures graphs for."""
     given = {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "greedy"}
     found = {}

@@ -68,7 +68,9 @@ def pool():
     started, ended = Future(), threading.Event()
 
     async def stay() -> None:
-        late = dict.fromkeys(("lookup_deadline_s", "load_deadline_s", "save_deadline_s"), 60)  # else computed again
+        # A pause of 1 s after saves that an error dropped would outlast the chunks of these models. KV that is late is
+        # computed again, and on a busy machine any is.
+        late = dict.fromkeys(("lookup_deadline_s", "load_deadline_s", "save_deadline_s"), 60)
         async with running_pool(PoolConfig(dram_gib=0.3, retry_s=0.005, **late)) as pool:
             started.set_result(pool.endpoint)
             await asyncio.to_thread(ended.wait)

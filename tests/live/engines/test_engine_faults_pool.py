@@ -1,8 +1,5 @@
 """Steps that raise on an engine with a KV pool: no KV that was not computed is saved under a name, and none is lost."""
 
-import asyncio
-import threading
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +14,6 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPla
 from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.kvpool.pool_config import PoolConfig
-from tailrace.lab.benchmarks.pool.pool_testbed import running_pool
 
 KEPT = []
 """Ended engines. Symptom (vLLM 0.32): collected as garbage, an engine with a pool waits for ever for a thread of vLLM's
@@ -40,25 +35,6 @@ def chunk(name: str, sample: int, done=(), max_tokens=FIRST, **changes) -> Chunk
         "kv": KvPlan(0),
     }
     return ChunkRequest(**values | changes)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    started, ended = Future(), threading.Event()
-
-    async def stay() -> None:
-        # A pause of 1 s after saves that an error dropped would outlast the chunks of this model. A KV that is late is
-        # computed again, and on a busy machine any is.
-        config = PoolConfig(dram_gib=0.3, retry_s=0.005, lookup_deadline_s=60, load_deadline_s=60, save_deadline_s=60)
-        async with running_pool(config) as pool:
-            started.set_result(pool.endpoint)
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
-    thread.start()
-    yield started.result(timeout=60)
-    ended.set()
-    thread.join()
 
 
 @pytest.fixture(scope="module")
