@@ -89,7 +89,9 @@ class StepPace:
                 return None
             took_s, self._spent_s = self._spent_s, 0.0
         done = StepDone(self._started.popleft(), took_s, self._ended_s)
-        self.counts.update(steps=1, steps_ahead=done.work.ahead, step_us=int(took_s * 1e6))
+        self.counts["steps"] += 1
+        self.counts["steps_ahead"] += done.work.ahead
+        self.counts["step_us"] += int(took_s * 1e6)
         self.durations[bisect_left(STEP_BOUNDS_S, took_s)] += 1
         return done
 

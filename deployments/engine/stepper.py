@@ -247,9 +247,8 @@ class Stepper:
             if reason is not None:
                 running.reason = reason
                 ended.append((name, reason))
-        self._pace.counts.update(
-            tokens=(tokens := sum([len(token_ids) for _, token_ids in made])), verifications=len(made)
-        )
+        self._pace.counts["tokens"] += (tokens := sum([len(token_ids) for _, token_ids in made]))
+        self._pace.counts["verifications"] += len(made)
         if self._drafts is not None:
             self._drafts.made_by(made)
         for name, reason in ended:

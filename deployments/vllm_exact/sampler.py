@@ -85,6 +85,7 @@ class _Batch:
     columns: dict[str, np.ndarray]
     replays: dict[int, dict]  # batch index -> arguments
     slots: np.ndarray | None  # None: warm-up
+    taken: np.ndarray | None  # i64[n]: see `LogprobStore.taken`, when the batch was made
     stops: np.ndarray  # bool[n]: whether a close call ends a request's step
     rules: dict[int, LogitRules]  # by batch index
     tops: dict[int, int]  # by batch index: the number of likeliest tokens to report
@@ -144,8 +145,8 @@ class ExactSampler:
             self._closed[batch.states[row].req_id] = position
 
     def __call__(self, logits, sampling_metadata, **_):
-        batch, positions = self.batch(logits.shape[0])
-        owner = np.arange(len(positions))
+        batch = self.batch(logits.shape[0])
+        positions, owner = self.positions(batch), np.arange(logits.shape[0])
         drawn, more = self.draw(logits, batch, owner, positions)
         if batch.slots is not None:
             self.note(batch, owner, positions, drawn[1:], more)
@@ -184,29 +185,36 @@ class ExactSampler:
         self._records.write_more(batch.slots[i], first[i] + j, rows[i, j], more)
         return emitted
 
-    def batch(self, count: int) -> tuple[_Batch, np.ndarray]:
-        """Returns the step's `count` requests and the absolute position i64[count] of each one's next token."""
+    def batch(self, count: int) -> _Batch:
+        """Returns the step's `count` requests."""
         held = self._runner.input_batch
         if held.num_reqs != count:
             nothing = np.zeros(count, bool)
-            none = {"states": [], "replays": {}, "slots": None, "rules": {}, "tops": {}, "masks": ()}
-            return _Batch(columns=columns_of([WARM_UP] * count), stops=nothing, **none), np.zeros(count, np.int64)
-        positions = held.num_tokens_no_spec[:count].astype(np.int64)
+            none = {"states": [], "replays": {}, "slots": None, "taken": None, "rules": {}, "tops": {}, "masks": ()}
+            return _Batch(columns=columns_of([WARM_UP] * count), stops=nothing, **none)
         states = list(map(self._runner.requests.__getitem__, held.req_ids))
         known = self._batch
         # A batch is often unchanged for many steps. State objects are compared, because ids may be used again.
         if known and len(known.states) == count and all(map(is_, known.states, states)):
-            return known, positions
+            return known
         args = [(state.sampling_params.extra_args or {}).get(ARGS_KEY, WARM_UP) for state in states]
         replays = {i: a for i, a in enumerate(args) if a["forced"] is not None}
-        slots = self._records.slots(held.req_ids, positions)
+        slots = self._records.slots(held.req_ids, self._next_positions(count))
         stops = np.array([a.get("stops", False) for a in args], bool)
         rules = self._rule_book.of(states, args)
         tops = {i: a["tops"] for i, a in enumerate(args) if a.get("tops")}
         masks = tuple(i for i, a in enumerate(args) if a.get("mask"))
-        more = {"stops": stops, "rules": rules, "tops": tops, "masks": masks}
+        more = {"stops": stops, "rules": rules, "tops": tops, "masks": masks, "taken": self._records.taken(slots)}
         self._batch = _Batch(states=states, columns=columns_of(args), replays=replays, slots=slots, **more)
-        return self._batch, positions
+        return self._batch
+
+    def positions(self, batch: _Batch) -> np.ndarray:
+        """Returns i64[n]: the absolute position of the next token of each request of the step; 0 in a warm-up."""
+        count = len(batch.stops)
+        return np.zeros(count, np.int64) if batch.slots is None else self._next_positions(count)
+
+    def _next_positions(self, count: int) -> np.ndarray:
+        return self._runner.input_batch.num_tokens_no_spec[:count].astype(np.int64)
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
         """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`.
@@ -251,7 +259,8 @@ class ExactRejectionSampler:
 
     def __call__(self, metadata, draft_probs, logits, sampling_metadata):
         counts = np.asarray(metadata.num_draft_tokens, np.int64)
-        batch, first = self._sampler.batch(len(counts))
+        batch = self._sampler.batch(len(counts))
+        first = self._sampler.positions(batch)
         rows, drafts = layout(metadata, counts)
         here = rows >= 0
         owner, offset = np.zeros((2, logits.shape[0]), np.int64)

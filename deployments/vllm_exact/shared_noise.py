@@ -49,7 +49,7 @@ def share_noise(proposer, draft: Draft) -> None:
 
 def draft_on_host(sampler, sample_rows: Callable, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The `Draft` of a sampler whose kernel draws on the host. No rules for tokens hold."""
-    batch, _ = sampler.batch(len(logits))
+    batch = sampler.batch(len(logits))
     if batch.slots is None:
         return logits.argmax(-1).int()
     places, columns = positions.cpu().numpy(), dict(batch.columns)

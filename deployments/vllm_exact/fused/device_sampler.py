@@ -9,6 +9,8 @@ and waits. Called by worker.py on GPUs.
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +21,12 @@ from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 from tailrace.deployments.vllm_exact.replays import forced_tokens
 from tailrace.deployments.vllm_exact.sampler import NOTHING, ExactRejectionSampler, ExactSampler
 from tailrace.deployments.vllm_exact.shared_noise import share_noise
+
+
+STEPS_TOGETHER = 16
+"""Number of steps whose records are made together, unless they are asked for: writing those of one step costs the host
+as much as drawing its tokens.
+"""
 
 
 class HostCopy:
@@ -41,12 +49,25 @@ class HostCopy:
         return [each.numpy() for each in self._copies]
 
 
+class Unrecorded(NamedTuple):
+    """A step whose records are not made yet. `note` makes them from the copy's arrays. `batch`: that of a plain step;
+    consecutive ones of one batch are noted together, their arrays joined. None: the step is noted alone.
+    """
+
+    copy: HostCopy
+    note: Callable
+    batch: object | None = None
+
+
 class DeviceSampler(ExactSampler):
     """A replacement of vLLM's `Sampler` on a GPU."""
 
+    TOKENS = torch.int32
+    """Type of the tokens that the model runner takes."""
+
     def __init__(self, model_runner):
         super().__init__(model_runner, kernel)
-        self._later: deque[tuple[HostCopy, Callable]] = deque()
+        self._later: deque[Unrecorded] = deque()
         self._known: tuple | None = None  # (batch, vocabulary, keys, parameters) of the last plain step
 
     @property
@@ -64,20 +85,26 @@ class DeviceSampler(ExactSampler):
 
     def settle(self, only_arrived: bool = False) -> None:
         """Makes the records of finished steps, in order. `only_arrived`: does not wait for any."""
-        while self._later and (self._later[0][0].arrived or not only_arrived):
-            copy, note = self._later.popleft()
-            note(*copy.arrays())
+        while (step := self._next(only_arrived)) is not None:
+            found = [step.copy.arrays()]
+            while step.batch is not None and (more := self._next(only_arrived, step.batch)) is not None:
+                found.append(more.copy.arrays())
+            step.note(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+    def _next(self, only_arrived: bool, batch=None) -> Unrecorded | None:
+        """Returns the oldest step without records, no longer kept here, if it may be noted; `batch`: and is of it."""
+        step = self._later[0] if self._later else None
+        if step is None or (batch is not None and step.batch is not batch):
+            return None
+        return self._later.popleft() if not only_arrived or step.copy.arrived else None
+
+    def still_open(self, batch) -> np.ndarray:
+        """Returns bool[n]: which of the requests have not left their rows of records since the batch was made."""
+        return self._records.taken(batch.slots) == batch.taken
 
     def opened_at(self, batch) -> np.ndarray:
         """Returns i64[n]: the position of the first token that was drawn for each request."""
         return self._records.opened_at(batch.slots)
-
-    def still_open(self, batch) -> Callable[[], np.ndarray]:
-        """Returns a function that tells, bool[n], which of the requests have not left their rows of records since
-        now.
-        """
-        taken = self._records.taken(batch.slots)
-        return lambda: self._records.taken(batch.slots) == taken
 
     def must_wait(self, batch) -> bool:
         """Returns whether rows of the batch must be drawn on the host; then all records are made up to now."""
@@ -87,62 +114,64 @@ class DeviceSampler(ExactSampler):
         return waits
 
     def __call__(self, logits, sampling_metadata, **given):
-        batch, _ = self.batch(logits.shape[0])
+        batch = self.batch(logits.shape[0])
         if batch.slots is None or self.must_wait(batch):
             return super().__call__(logits, sampling_metadata, **given)
-        owner = np.arange(logits.shape[0])
-        tokens, values, places = self.start(
-            logits, batch, owner, self._runner.query_start_loc.gpu[1 : len(owner) + 1] - 1
-        )
-
-        still_open = self.still_open(batch)
-
-        def note(values, places):
-            # A row inside a prompt is discarded by vLLM; its token has no place among the request's.
-            rows = np.flatnonzero((places >= self.opened_at(batch)) & still_open())
-            self.note(batch, rows, places[rows], values[rows].T, {})
-
-        self.leave(note, values, places)
+        tokens, values, places = self.start(logits, batch, None, self.last_indexes(logits.shape[0]))
+        self.leave(Unrecorded(HostCopy(values, places), partial(self._note_plain, batch), batch))
         return device_output(tokens[:, None])
+
+    def last_indexes(self, count: int) -> torch.Tensor:
+        """Returns i[n] on the device: where the last token of each request is among the step's tokens."""
+        return self._runner.query_start_loc.gpu[1 : count + 1] - 1
+
+    def _note_plain(self, batch, values: np.ndarray, places: np.ndarray) -> None:
+        """Stores the records of steps without drafts: values f32[s n, 3], positions i64[s n], step by step."""
+        rows = np.tile(np.arange(len(batch.states)), len(places) // len(batch.states))
+        # A row inside a prompt is discarded by vLLM; its token has no place among the request's.
+        kept = np.flatnonzero((places >= self.opened_at(batch)[rows]) & self.still_open(batch)[rows])
+        self.note(batch, rows[kept], places[kept], values[kept].T, {})
 
     def share_noise(self, proposer) -> None:
         share_noise(proposer, self.draft)
 
     def draft(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The `Draft` of this sampler. No rules for tokens hold."""
-        batch, _ = self.batch(len(logits))
+        batch = self.batch(len(logits))
         if batch.slots is None or batch.replays:
             return logits.argmax(-1).int()
-        keys, parameters = self._of(batch, np.arange(len(logits)), logits)
+        keys, parameters = self._of(batch, None, logits)
         return kernel.draw(logits, keys, positions, parameters)[0]
 
-    def start(self, logits, batch, owner: np.ndarray, indexes: torch.Tensor):
-        """Returns (tokens i32[m], values f32[m, 3], positions i64[m]) of rows of logits, all on the device.
+    def start(self, logits, batch, owner: np.ndarray | None, indexes: torch.Tensor):
+        """Returns (tokens [m], values f32[m, 3], positions i64[m]) of rows of logits, all on the device.
 
-        Row r belongs to request owner[r]; its logits are those after token indexes[r] of the step.
+        Row r belongs to request owner[r] (None: to request r); its logits are those after token indexes[r] of the step.
         """
-        self.settle(only_arrived=True)
         places = self._runner.positions[indexes].long() + 1
         keys, parameters = self._of(batch, owner, logits)
-        tokens, values = kernel.draw(logits, keys, places, parameters)
+        tokens, values = kernel.draw(logits, keys, places, parameters, self.TOKENS)
         return tokens, values, places
 
-    def leave(self, note: Callable, *tensors: torch.Tensor) -> None:
-        """Queues `note`, to be called with these tensors as arrays once records are requested."""
-        self._later.append((HostCopy(*tensors), note))
+    def leave(self, step: Unrecorded) -> None:
+        """Keeps a step, whose records are made once they are asked for, or with those of later steps."""
+        self._later.append(step)
+        if len(self._later) >= STEPS_TOGETHER:
+            self.settle(only_arrived=True)
 
-    def _of(self, batch, owner: np.ndarray, logits) -> tuple[torch.Tensor, RowParameters]:
-        """Returns keys i64[m] and parameters of the rows on the device. Those of a plain step are reused by the
-        next.
+    def _of(self, batch, owner: np.ndarray | None, logits) -> tuple[torch.Tensor, RowParameters]:
+        """Returns keys i64[m] and parameters of the rows on the device. Those of a step without drafts are reused by
+        the next.
         """
-        vocab, plain = logits.shape[1], len(owner) == len(batch.states) and not batch.replays
-        if plain and self._known and self._known[0] is batch and self._known[1] == vocab:
+        vocab, keeps = logits.shape[1], owner is None and not batch.replays
+        if keeps and self._known and self._known[0] is batch and self._known[1] == vocab:
             return self._known[2:]
+        owner = np.arange(len(batch.states)) if owner is None else owner
         columns = {name: values[owner] for name, values in batch.columns.items()}
         keys = to_device(columns.pop("key").view(np.int64), logits.device)
         forced = forced_tokens(batch.replays, owner, self._host_positions(owner))
         parameters = parameters_of(vocab, **columns, forced=forced).to(logits.device)
-        if plain:
+        if keeps:
             self._known = (batch, vocab, keys, parameters)
         return keys, parameters
 
@@ -159,7 +188,7 @@ class DeviceRejectionSampler(ExactRejectionSampler):
 
     def __call__(self, metadata, draft_probs, logits, sampling_metadata):
         sampler, counts = self._sampler, np.asarray(metadata.num_draft_tokens, np.int64)
-        batch, _ = sampler.batch(len(counts))
+        batch = sampler.batch(len(counts))
         if batch.slots is None or sampler.must_wait(batch):
             return super().__call__(metadata, draft_probs, logits, sampling_metadata)
         rows, drafted = places_of(counts)
@@ -173,16 +202,14 @@ class DeviceRejectionSampler(ExactRejectionSampler):
             bars = np.where(batch.stops, batch.columns["tolerance"], np.float32(0.0))
             close = values[:, 2][at] < to_device(bars, logits.device)[:, None]
 
-        still_open = sampler.still_open(batch)
-
         def note(tokens, values, places, drafts):
-            if not still_open().all():  # the step raised afterwards: no step with drafts runs ahead
+            if not sampler.still_open(batch).all():  # the step raised afterwards: no step with drafts runs ahead
                 return
             # A row inside a prompt is discarded by vLLM; the token that is drawn at its end replaces its record.
             first = np.maximum(places[rows[:, 0]], sampler.opened_at(batch))
             sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {})
 
-        sampler.leave(note, tokens, values, places, drafts)
+        sampler.leave(Unrecorded(HostCopy(tokens, values, places, drafts), note))
         return device_output(emitted(tokens[at], drafts, close))
 
 
@@ -198,7 +225,7 @@ def places_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def emitted(drawn: torch.Tensor, drafts: torch.Tensor, close: torch.Tensor | None) -> torch.Tensor:
-    """Returns i32[n, w]: the draws i32[n, w] up to the first unlike its draft, or that is `close`; then -1.
+    """Returns [n, w]: the draws [n, w] up to the first unlike its draft, or that is `close`; then -1.
 
     drafts i32[n, w - 1], -1 where there is none. The same as `verify` and `cut_at`, on the device.
     """
@@ -211,7 +238,7 @@ def emitted(drawn: torch.Tensor, drafts: torch.Tensor, close: torch.Tensor | Non
 
 
 def device_output(tokens: torch.Tensor):
-    """Returns vLLM's SamplerOutput of int32 tokens [n, w] that stay where they are."""
+    """Returns vLLM's SamplerOutput of tokens [n, w] that stay where they are."""
     from vllm.v1.outputs import SamplerOutput
 
     return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)

@@ -25,14 +25,16 @@ ROOM, LEAST_ROOM = 16, 1024
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}  # fused operations would give other units than filters_cpu.py
 
 
-def draw(logits, keys, positions, parameters: RowParameters) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (tokens i32[n], values f32[n, 3]: logprob, raw logprob, margin) on the device of the logits.
+def draw(
+    logits, keys, positions, parameters: RowParameters, dtype: torch.dtype = torch.int32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (tokens [n] of `dtype`, values f32[n, 3]: logprob, raw logprob, margin) on the device of the logits.
 
     logits [n, V] of float32, bfloat16 or float16, their rows contiguous; keys i64[n], the bits of u64;
     positions i64[n]; `parameters` as tensors. Nothing is read back. A forced token must be inside the vocabulary.
     """
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=dtype, device=logits.device)
     values = torch.empty((rows, 3), dtype=torch.float32, device=logits.device)
     if not rows:
         return tokens, values

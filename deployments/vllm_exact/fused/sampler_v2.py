@@ -30,7 +30,7 @@ class StepView:
         self.vllm_config, self._states = runner.vllm_config, runner.req_states
         self.requests: dict[str, SimpleNamespace] = {}
         self._at: dict[int, SimpleNamespace] = {}  # by V2's number
-        self.input_batch = self.positions = self.query_start_loc = None
+        self.input_batch = self.positions = self.logits_indices = None
 
     def add(self, number: int, params) -> None:
         """Adds a request, under a number that an earlier one may have had. `params`: its SamplingParams."""
@@ -43,16 +43,30 @@ class StepView:
 
     def take(self, step) -> None:
         """Sets the InputBatch that the following calls see."""
+        ours = all(map(self.requests.__contains__, step.req_ids))
+        self.positions, self.logits_indices = step.positions, step.logits_indices
+        self.input_batch = _StepInput(self._states, step, step.num_reqs if ours else NO_REQUESTS)
+
+
+class _StepInput:
+    """What the samplers read of the first runner's InputBatch. Computed when it is read: most steps need their names
+    alone.
+    """
+
+    def __init__(self, states, step, num_reqs: int):
+        self._states, self._step = states, step
+        self.num_reqs, self.req_ids = num_reqs, step.req_ids
+
+    @property
+    def num_tokens_no_spec(self) -> np.ndarray:
+        step = self._step
         drafts = np.diff(step.cu_num_logits_np).astype(np.int64) - 1
         drawn = step.num_computed_tokens_np + step.num_scheduled_tokens - drafts  # after last tokens, without drafts
-        ours = self.requests.keys() >= set(step.req_ids)
-        self.positions, self.query_start_loc = step.positions, SimpleNamespace(gpu=step.query_start_loc)
-        self.input_batch = SimpleNamespace(
-            req_ids=step.req_ids,
-            num_reqs=step.num_reqs if ours else NO_REQUESTS,
-            num_tokens_no_spec=np.maximum(drawn, step.prefill_len_np),  # as in V1, of rows inside their prompt too
-            token_ids_cpu=_Contexts(self._states, step),
-        )
+        return np.maximum(drawn, step.prefill_len_np)  # as in V1, of rows inside their prompt too
+
+    @property
+    def token_ids_cpu(self) -> "_Contexts":
+        return _Contexts(self._states, self._step)
 
 
 class _Contexts:
@@ -74,6 +88,8 @@ class _Contexts:
 
 class SamplerV2(DeviceSampler):
     """A replacement of V2's `Sampler`. Raises ValueError, one line, for a runner that it does not fit."""
+
+    TOKENS = torch.int64
 
     def __init__(self, runner):
         if (reason := unfit(runner)) is not None:
@@ -134,20 +150,23 @@ class SamplerV2(DeviceSampler):
     def see(self, step) -> None:
         self._runner.take(step)
 
+    def last_indexes(self, count: int) -> torch.Tensor:
+        return self._runner.logits_indices
+
     def output(self, tokens: torch.Tensor, step):
-        """Returns V2's SamplerOutput of tokens i32[n, w], -1 after the last one of a row."""
+        """Returns V2's SamplerOutput of tokens [n, w], -1 after the last one of a row."""
         from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
         counts = get_num_sampled_and_rejected(
             # Not `ones` kept from before: V2 changes the tensor in place.
-            tokens.new_ones(len(tokens)) if tokens.shape[1] == 1 else (tokens >= 0).sum(1, dtype=torch.int32),
+            step.seq_lens.new_ones(len(tokens)) if tokens.shape[1] == 1 else (tokens >= 0).sum(1, dtype=torch.int32),
             step.seq_lens,
             step.cu_num_logits,
             step.idx_mapping,
             self._states.prefill_len.gpu,
         )
-        return SamplerOutput(tokens.long(), None, None, *counts)
+        return SamplerOutput(tokens.to(self.TOKENS), None, None, *counts)
 
     def __call__(self, logits, input_batch):
         self.see(input_batch)
