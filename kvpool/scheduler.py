@@ -137,7 +137,8 @@ class PoolScheduler(MooncakeStoreScheduler):
         traffic = self._traffic.get(request.request_id)
         if traffic is None:
             return
-        blocks = min(request.num_computed_tokens // self._block_size, len(block_ids[0]))
+        # A step in flight counts as computed, with drafts that may be wrong; hashes are of tokens that have come.
+        blocks = min(request.num_computed_tokens // self._block_size, len(block_ids[0]), len(request.block_hashes))
         traffic.names = tuple(self._names(request.block_hashes, traffic.version)[:blocks])
         loading = request.request_id in self._pinned_loads  # its tokens are not there yet
         # A stop token: it is not continued, unless by a further turn.

@@ -3,11 +3,13 @@
 Owned by `EngineDrafts`, on the engine's thread.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tailrace.deployments.drafting.group_indexes import IndexedGroup
 from tailrace.deployments.messages.chunk import ChunkRequest
-from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.deployments.messages.context import Source
+from tailrace.deployments.messages.drafts import ON_DEVICE, DraftReport
 from tailrace.policies.protocol.performance import count_tested
 
 
@@ -39,6 +41,11 @@ class DraftedTokens:
     accepted_sources: bytearray = field(default_factory=bytearray)
     accepted_counts: bytearray = field(default_factory=bytearray)  # accepted tokens, of each verified draft
 
+    def is_verified_next(self, draft: Sequence[int]) -> None:
+        """Sets the draft of the step in flight: one of vLLM's own drafter, or none."""
+        self.draft, self.sources = list(draft), bytes([Source.VLLM]) * len(draft)
+        self.proposed = list(draft)
+
     def count(self, accepted: int) -> None:
         """Counts the verification of `draft`, of which the first `accepted` tokens were right."""
         self.accepted = accepted
@@ -46,6 +53,14 @@ class DraftedTokens:
         self.drafted_sources += self.sources
         self.accepted_sources += self.sources[:accepted]
         self.accepted_counts.append(accepted)
+
+    def is_last(self, accepted: int) -> None:
+        """Adds the right token of a draft on the device that was the chunk's last one: no token of the model's own
+        followed it, so `count` took it for that. `accepted`: see `EngineDrafts.close`.
+        """
+        if self.draft[:1] == [ON_DEVICE] and accepted == len(self.accepted_sources) + 1:
+            self.accepted_sources.append(self.sources[self.accepted])
+            self.accepted_counts[-1] += 1
 
     def report(self, draft_tokens: int) -> DraftReport:
         """Returns the results so far; no draft is longer than `draft_tokens`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,10 @@ from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
 from tailrace.deployments.drafting.group_indexes import GroupIndexes
 from tailrace.deployments.drafting.proposal_batch import ProposalBatch
 from tailrace.deployments.drafting.views import view_of
-from tailrace.deployments.drafting.vllm_proposals import ON_DEVICE, VllmProposals
+from tailrace.deployments.drafting.vllm_proposals import VllmProposals
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
-from tailrace.deployments.messages.drafts import EVIDENCE, DraftReport
+from tailrace.deployments.messages.drafts import EVIDENCE, ON_DEVICE, DraftReport
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.deployments.vllm_exact.pause import pause, resume
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
@@ -97,9 +97,9 @@ class EngineDrafts:
         self._vllm = VllmProposals(proposed, switch, self.performance.acceptance)
         warm_up()
 
-    def step(self, took_s: float, samples: int, tokens: int, ahead: bool) -> float:
+    def step(self, took_s: float, samples: int, tokens: int, proposed: bool | None = None) -> float:
         """Calls `VllmProposals.step`."""
-        return self._vllm.step(took_s, samples, tokens, ahead)
+        return self._vllm.step(took_s, samples, tokens, proposed)
 
     # ---- calls of the stepper ----------------------------------------------------------------------
 
@@ -193,13 +193,16 @@ class EngineDrafts:
             of_method[1] += count_tested(accepted, size)
             of_method[2] += 1
 
-    def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
-        """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""
+    def close(self, chunk_id: str, goes_on: bool = False, accepted: int = 0) -> DraftReport | None:
+        """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here.
+        `accepted`: the accepted tokens of all its drafts, by the records of its tokens.
+        """
         drafted = self._running.pop(chunk_id, None)
         if drafted is None:
             return None
         self._read_all([drafted])
         self._groups.close(drafted.group)
+        drafted.is_last(accepted)
         report = drafted.report(self._draft_tokens)
         if self._model is not None:
             report.model_tested, report.model_accepted = self._model.close(chunk_id, goes_on)
@@ -229,18 +232,25 @@ class EngineDrafts:
                 for sample, start, tokens in zip(samples, starts, unread, strict=True):
                     self._feed.append(ref, sample, start, tokens)
 
-    def propose(self, ahead: bool = False) -> bool:
-        """Sets the next draft on each continuing request, after a step. Returns whether there is one. `ahead`: the next
-        step computes already; nothing is set then, and it returns whether a draft would have paid.
+    def propose(self, in_flight: Mapping[str, list[int]] | None = None) -> bool:
+        """Sets the next draft on each continuing request, after a step. Returns whether the next step must wait, since
+        it has one.
+
+        `in_flight`: the drafts that the next step verifies, by request, if it computes already. None is set then, and
+        it returns whether one would have paid.
         """
         began_s = time.perf_counter()
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
         due = self._model is not None or self._vllm.on or self._is_due(len(fresh), cost)
-        found = (due or not all([drafted.futile for drafted in fresh])) and self._draft(fresh, cost, due, ahead)
+        waits = False
+        if due or in_flight or not all([drafted.futile for drafted in fresh]):
+            waits = self._draft(fresh, cost, due, in_flight is not None)
+        for drafted in fresh if in_flight is not None else ():
+            drafted.is_verified_next(in_flight.get(drafted.request.request_id, ()))
         self._spent_s += time.perf_counter() - began_s
-        return found
+        return waits
 
     def _is_due(self, running: int, cost: StepCost | None) -> bool:
         """Returns whether drafts are proposed after this step for all samples, or only for those whose drafts pay."""
@@ -251,32 +261,33 @@ class EngineDrafts:
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
     def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, ahead: bool) -> bool:
-        """Runs `propose` for all chunks with new tokens, or, unless `due`, only for those whose drafts pay."""
+        """Runs `propose` for all chunks with new tokens, or, unless `due`, only for those whose drafts pay. `ahead`: a
+        step is in flight.
+        """
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
         self._groups.receive()
-        self._vllm.take([] if ahead else fresh)
+        self._vllm.take(fresh, ahead)
         fresh, waiting = self._apart(fresh, ahead)
         self._fresh = [] if ahead else waiting
         if not fresh or cost is None or not self._policy.max_draft_tokens:
-            if fresh:
+            for drafted in fresh:
+                drafted.draft, drafted.sources = [], b""
+            if fresh or not self._running:
                 self._vllm.rest()
-            return bool(waiting) or self._vllm.on
+            return bool(waiting) or self._vllm.must_wait
         batch = self._proposals(fresh, cost, due)
         decide = partial(self._budgets, fresh, cost, self._memory)
         budgets, self._memory = decide(batch)
         budgets = self._vllm.weigh(fresh, batch, budgets, cost if self._policy.by_worth else None, decide)
         tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
         for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
-            drafted.futile = not budget
-            if ahead or not budget:
-                drafted.draft, drafted.sources, drafted.request.spec_token_ids = [], b"", []
-                continue
-            drafted.draft, at = tokens[row][:budget], row * width
-            drafted.sources = sources[at : at + budget]
-            drafted.request.spec_token_ids = tokens[row][:budget]
-        return bool(waiting or budgets.any()) or self._vllm.on
+            drafted.futile, at = not budget, row * width
+            if not ahead:
+                drafted.draft, drafted.sources = tokens[row][:budget], sources[at : at + budget]
+                drafted.request.spec_token_ids = tokens[row][:budget]
+        return bool(waiting or (budgets.any() and not self._vllm.suffices)) or self._vllm.must_wait
 
     def _budgets(self, fresh: list[DraftedTokens], cost: StepCost, memory, batch: ProposalBatch):
         batch.cut(np.array([self._room(drafted) for drafted in fresh]))

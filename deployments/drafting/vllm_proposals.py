@@ -3,8 +3,10 @@
 vLLM proposes at the end of a step, for all requests, in the same model runner. Its proposals are one more source of
 drafts, with a measured acceptance. The drafter costs time in the step, so it runs while its drafts are worth its
 measured seconds; a step with it now and then shows whether that has changed.
-Invariant: steps with it wait for their tokens, see deployments.engine.step_pace. Its seconds are the difference of two
-steps of one size, one with it and the next without. Owned by `EngineDrafts`, on the engine's thread.
+On vLLM's second runner proposals stay on the device, so steps run ahead of them, see deployments.engine.step_pace,
+while all drafts are its own and verified whole; all other steps with it wait for their tokens.
+Invariant: its seconds are the difference of two steps of one size, one with it and the next without. Owned by
+`EngineDrafts`, on the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +18,14 @@ from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
 from tailrace.deployments.drafting.proposal_batch import ProposalBatch
 from tailrace.deployments.messages.context import Source
+from tailrace.deployments.messages.drafts import ON_DEVICE
 from tailrace.policies.models.acceptance_estimator import AcceptanceEstimator
 from tailrace.policies.protocol.draft_methods import DraftMethod
 from tailrace.policies.protocol.performance import chance, count_tested
 from tailrace.policies.protocol.step_cost import StepCost
 
-ON_DEVICE, NO_TOKEN = -1, -2
-"""A proposed token that the host does not know, as vLLM's second runner keeps proposals on the device; and none."""
+NO_TOKEN = -2
+"""No token, where a proposal has ended."""
 
 FIRST_MEASURE, MEASURE, LOOK, TRIAL = 8, 64, 8, 256
 """Steps with the drafter before the first one without it, and between two of these, which measure its seconds; steps
@@ -32,6 +35,11 @@ without it between two looks whether it would pay; and before a trial, which tes
 WEIGHT, LIKE, FADE = 0.25, 0.1, 0.9
 """Weight of a new measurement of its seconds; maximum difference between the tokens of the two compared steps; weight
 of what it has brought until now beside what it brings in the next step.
+"""
+
+WAITING_COSTS = 0.1
+"""Share of a step's seconds that a step which waits is assumed to add: the host's work, which is not hidden then. Whole
+proposals are verified, and steps run ahead, unless a choice among their tokens brings more than this.
 """
 
 
@@ -44,6 +52,7 @@ class VllmProposals:
         self._length, self._switch, self._acceptance = length, switch, acceptance
         self.on = self.ran = False  # in the next step; in the step that has just ended
         self.trial = False
+        self.suffices = False  # nothing else drafts in the next steps, and its proposals are verified whole
         self._steps, self._until_measure, self._until_look = 0, FIRST_MEASURE, 0
         self._seconds = self._worth = 0.0  # of it in a step; tokens a second that it brings, a faded sum over steps
         self._before: tuple[float, int, int] | None = None  # seconds, samples and tokens of the step before, if with it
@@ -55,11 +64,16 @@ class VllmProposals:
         """Returns the draft methods that it adds."""
         return (DraftMethod.VLLM,) if self._length else ()
 
-    def step(self, took_s: float, samples: int, tokens: int, ahead: bool) -> float:
-        """Records a step that verified this many tokens. Returns its seconds without those of the drafter. `ahead`: it
-        was scheduled before the drafter was switched.
+    @property
+    def must_wait(self) -> bool:
+        """Returns whether the next step waits, although no draft is set yet."""
+        return self.on and not self.suffices
+
+    def step(self, took_s: float, samples: int, tokens: int, ran: bool | None) -> float:
+        """Records a step that verified this many tokens. Returns its seconds without those of the drafter. `ran`:
+        whether that proposed in this step; None: as it was set last.
         """
-        self.ran = self.on and not ahead
+        self.ran = self.on if ran is None else ran
         self._steps += 1
         before, self._before = self._before, (took_s, samples, tokens) if self.ran else None
         if self.ran:
@@ -86,11 +100,16 @@ class VllmProposals:
         for place, number in enumerate((right, tested, 1)):
             sums[place] += number
 
-    def take(self, running: Sequence[DraftedTokens]) -> None:
-        """Takes the proposals of the step that has ended off the requests of these chunks."""
+    def take(self, running: Sequence[DraftedTokens], ahead: bool) -> None:
+        """Takes the proposals of the step that has ended off the requests of these chunks. `ahead`: a step in flight
+        verifies them.
+        """
         for drafted in running if self._length else ():
-            drafted.proposed = list(drafted.request.spec_token_ids[: self._length]) if self.ran else []
-            drafted.request.spec_token_ids = []
+            if ahead:
+                drafted.proposed = [ON_DEVICE] * self._length if self.ran else []
+            else:
+                drafted.proposed = list(drafted.request.spec_token_ids[: self._length]) if self.ran else []
+                drafted.request.spec_token_ids = []
 
     def join(self, batch: ProposalBatch, running: Sequence[DraftedTokens], guess: bool = False) -> None:
         """Joins the proposals of these chunks with those in the batch, row by row. `guess`: as if it had run."""
@@ -134,15 +153,17 @@ class VllmProposals:
     def _decide(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> None:
         if self.trial and not self.ran:
             return  # its step is still to come
-        self.trial = False
+        self.trial = self.suffices = False
         if self._pays(batch, budgets, cost):
             measures = cost is not None and self.on and self._steps >= self._until_measure
             self._set(not measures)
             if measures:
                 self._until_measure, self._until_look = MEASURE, 0
+            self.suffices = self._is_enough(batch, budgets, cost)
         else:
             self.trial = not self.on and self._steps >= TRIAL
-            self._worth = 0.0
+            if self.trial:
+                self._worth = 0.0  # what it brought is forgotten; until then a step in flight may still have it
             self._set(self.trial)
 
     @staticmethod
@@ -160,15 +181,30 @@ class VllmProposals:
             return True
         gains, of_vllm = self._gains(batch, budgets)
         count, others = len(budgets), ~of_vllm
-        with_s = float(cost.at(count + budgets.sum())) + self._seconds
         without_s = float(cost.at(count + budgets[others].sum()))
-        worth = (count + gains.sum()) / with_s - (count + gains[others].sum()) / without_s
+        worth = self._rate(gains, budgets, cost) - (count + gains[others].sum()) / without_s
         self._worth = FADE * self._worth + worth if self.ran else worth
         return self._worth >= 0 if self.ran else self._worth > 0
 
+    def _rate(self, gains: np.ndarray, budgets: np.ndarray, cost: StepCost) -> float:
+        """Returns the expected tokens a second of steps in which it runs."""
+        return (len(budgets) + gains.sum()) / (float(cost.at(len(budgets) + budgets.sum())) + self._seconds)
+
+    def _is_enough(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> bool:
+        """Returns whether all tokens within the budgets are its own, and all of each proposal may as well be verified.
+        """
+        inside = np.arange(batch.right.shape[1]) < budgets[:, None]
+        whole = np.minimum(batch.lengths, self._length)
+        if batch.right.shape[1] < self._length or (inside & (batch.sources != Source.VLLM)).any():
+            return False
+        if cost is None:
+            return bool((budgets >= whole).all())
+        rates = [self._rate(self._gains(batch, each)[0], each, cost) for each in (whole, budgets)]
+        return rates[0] >= (1 - WAITING_COSTS) * rates[1]
+
     def rest(self) -> None:
         """Lets it propose nothing in the next step, since nothing drafts."""
-        self.trial = False
+        self.trial = self.suffices = False
         self._set(False)
         self._until_look = 0
 

@@ -38,6 +38,12 @@ class EngineChunk:
     routes: np.ndarray | None = None  # routed experts, see `ChunkResult`
     reason: str | None = None  # reason of its end, once it has its last token
     is_out: bool = False  # it waits, without a request in vLLM, after a step that raised
+    drawn_on_host: bool = field(init=False)  # its tokens have rules, extras or a given answer
+
+    def __post_init__(self):
+        sampling = self.chunk.sampling
+        needs = self.chunk.forced is not None, sampling.changes_logits, sampling.top_logprobs, sampling.sampling_mask
+        self.drawn_on_host = any(needs)
 
     def context(self) -> np.ndarray:
         """Returns the prompt and the answer so far, int32."""

@@ -1,7 +1,9 @@
 """Which steps of an engine run ahead (see async_scheduling.py), and the seconds and counts of each.
 
 A step waits if a chunk has a draft, while drafts pay, and during the search after a step that raised. Drafts continue
-the last token, so a step that runs ahead of it cannot verify them. Invariant: seconds are those between the tokens of
+the last token, so a step that runs ahead of it cannot verify them; the proposals of vLLM's own drafter it can, since
+they are on the device. How many of these are right is known there alone, so no step runs ahead of them with a chunk
+whose tokens the host draws. Invariant: seconds are those between the tokens of
 two steps, without the commands that the engine obeys in between. They hold the host's work where it was not hidden
 behind the device's, so the measured cost of steps decides whether drafts are worth waiting for. Owned by the stepper.
 """
@@ -14,6 +16,7 @@ from typing import NamedTuple
 from tailrace.deployments.engine.engine_chunk import EngineChunk, tokens_to_verify
 from tailrace.deployments.engine.step_outputs import StepOutputs
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S
+from tailrace.deployments.messages.drafts import ON_DEVICE
 
 WAITING_STEPS = 2
 """Number of steps that wait after drafts paid: the one that verifies them, and one more. A return to steps ahead costs
@@ -33,11 +36,14 @@ class StepWork(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """A step whose tokens have come: what it computed, its seconds, and when they came, on the clock of the pace."""
+    """A step whose tokens have come: what it computed, its seconds, and when they came, on the clock of the pace.
+    `proposed`: whether vLLM's own drafter ran in it; None if the pace does not know.
+    """
 
     work: StepWork
     took_s: float
     ended_s: float
+    proposed: bool | None
 
 
 class StepPace:
@@ -74,8 +80,16 @@ class StepPace:
         self.began_s, self._next = self._now(), StepWork(tokens_to_verify(chunks), context_tokens, self.in_flight > 0)
         if self._scheduling is None or self._waiting or not may_run_ahead:
             return False
-        requests = [one.request for one in chunks if not one.is_out]
-        return bool(requests) and not any([request.spec_token_ids for request in requests])
+        runs = [one for one in chunks if not one.is_out]
+        drafts = [draft for one in runs if (draft := one.request.spec_token_ids)]
+        if any([draft[0] != ON_DEVICE for draft in drafts]):
+            return False
+        return bool(runs) and not (drafts and any([one.drawn_on_host for one in runs]))
+
+    @property
+    def drafts_in_flight(self) -> dict[str, list[int]] | None:
+        """Returns the drafts of the step in flight, see `AsyncScheduling.drafts`; None without one."""
+        return None if self._scheduling is None else self._scheduling.drafts
 
     def end(self) -> StepDone | None:
         """Ends the call. Returns the step whose tokens it has brought; None if it has only started one."""
@@ -88,7 +102,8 @@ class StepPace:
             if not self._scheduling.ended:
                 return None
             took_s, self._spent_s = self._spent_s, 0.0
-        done = StepDone(self._started.popleft(), took_s, self._ended_s)
+        proposed = None if self._scheduling is None else self._scheduling.proposed
+        done = StepDone(self._started.popleft(), took_s, self._ended_s, proposed)
         self.counts["steps"] += 1
         self.counts["steps_ahead"] += done.work.ahead
         self.counts["step_us"] += int(took_s * 1e6)

@@ -19,7 +19,7 @@ from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.recovery import Recovery
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
-from tailrace.deployments.engine.step_pace import StepPace, StepWork
+from tailrace.deployments.engine.step_pace import StepDone, StepPace
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.errors import RequestRefused, one_line
@@ -84,7 +84,7 @@ class Stepper:
             self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._performance)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
-        parts = self._requests, self._redraws, self._link, max(DEPTH, 1 + self._constant["draft_tokens"])
+        parts = self._requests, self._redraws, self._link, DEPTH * (1 + self._constant["draft_tokens"])
         self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
         self._suspects = self._recovery.suspects
         warmup.warm_up(self, config.max_running, config.draft_tokens)
@@ -211,21 +211,22 @@ class Stepper:
         for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
             running.scheduled_s = self._pace.began_s
             del self._unscheduled[running.chunk.chunk_id]
-        made = [] if step is None else self._after(outputs, *step)
+        made = [] if step is None else self._after(outputs, step)
         if not self._running:
             self._pace.finish()
         return made
 
-    def _after(self, outputs: list[StepOutput], work: StepWork, took_s: float, now_s: float) -> list[tuple]:
+    def _after(self, outputs: list[StepOutput], step: StepDone) -> list[tuple]:
         """Takes the tokens of a step, proposes drafts, and hears from the pool. Returns the tokens by chunk id."""
+        work, took_s, now_s = step.work, step.took_s, step.ended_s
         made, made_tokens = self._receive(outputs, now_s)
         samples, tokens = len(made), work.verified_tokens
-        decoding_s = took_s if self._drafts is None else self._drafts.step(took_s, samples, tokens, work.ahead)
+        decoding_s = took_s if self._drafts is None else self._drafts.step(took_s, samples, tokens, step.proposed)
         self._performance.step(samples, tokens, decoding_s, made_tokens, now_s, work.context_tokens)
         self.progress_s = now_s if outputs else self.progress_s
         if not (outputs or self._pace.computing):
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
-        drafts_pay = self._drafts is not None and self._drafts.propose(ahead=self._pace.in_flight > 0)
+        drafts_pay = self._drafts is not None and self._drafts.propose(self._pace.drafts_in_flight)
         if self._link is not None:
             self._link.after_step(took_s, work.scheduled, work.verified_tokens > 0, now_s)
             self._ended += self._link.release()
@@ -305,7 +306,7 @@ class Stepper:
         """Closes a chunk; returns its result, or why it has none. `goes_on`: its sample may have another chunk here."""
         running = self._running[chunk_id]
         record = self._redraws.keep(running, len(running.token_ids))
-        drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
+        drafts = self._drafts.close(chunk_id, goes_on, record.accepted) if self._drafts is not None else None
         result = running.fault(record) or running.result(end, record, self._requests.tolerance, drafts)
         del self._running[chunk_id]  # only now: it must still be here if anything above raises
         self._unscheduled.pop(chunk_id, None)

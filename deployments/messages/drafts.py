@@ -16,6 +16,9 @@ EVIDENCE = {
 }
 """Draft methods of the index, by the sources that each drafts from. `ngram` is prompt lookup, in the answer too."""
 
+ON_DEVICE = -1
+"""A draft token that the host does not know: vLLM's second runner keeps proposals of its own drafter on the device."""
+
 
 def by_source(tokens: np.ndarray) -> dict[str, int]:
     """Returns the counts i64[5] that are not 0, by the names of their sources."""

@@ -2,7 +2,8 @@
 
 A step that runs ahead is scheduled and started before the tokens of the step before have arrived, so the host's work
 hides behind the device's. vLLM's scheduler counts a place for each token to come; its second model runner keeps the
-tokens on the device. A step that waits is scheduled from all tokens: drafts need it, since they continue the last one.
+tokens on the device, and the proposals of vLLM's own drafter. A step that waits is scheduled from all tokens: drafts of
+the host need it, since they continue the last one.
 Invariant: outputs come step by step, in order; whoever waits finds no step in flight. Called on the engine's thread.
 """
 
@@ -29,6 +30,7 @@ class AsyncScheduling:
         self._core, self._ahead = core, False
         self._in_flight: deque[StepInFlight] = deque()
         self.started = self.ended = False  # what the last call did
+        self.proposed = False  # whether vLLM's drafter ran in the step that ended last
         core.step_fn = self._step
 
     @property
@@ -40,6 +42,13 @@ class AsyncScheduling:
     def computing(self) -> bool:
         """True if a step in flight computes a token."""
         return any(step.scheduled.total_num_scheduled_tokens for step in self._in_flight)
+
+    @property
+    def drafts(self) -> dict[str, list[int]] | None:
+        """Drafts that the step in flight verifies, by vLLM's request, -1 for tokens that the device has; None without
+        one.
+        """
+        return self._in_flight[-1].scheduled.scheduled_spec_decode_tokens if self._in_flight else None
 
     def set(self, ahead: bool) -> None:
         """Sets how the next call works. `ahead`: it starts a step, and returns the tokens of the one before, if there
@@ -88,5 +97,5 @@ class AsyncScheduling:
                 raise RuntimeError("vLLM returned no tokens of a step")
         outputs = self._core.scheduler.update_from_output(step.scheduled, found)
         self._core._attach_weight_version(outputs)
-        self.ended = True
+        self.ended, self.proposed = True, step.scheduled.num_spec_tokens_to_schedule > 0
         return outputs

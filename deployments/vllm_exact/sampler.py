@@ -166,15 +166,16 @@ class ExactSampler:
             closed = np.flatnonzero(batch.stops[rows] & (values[2] < batch.columns["tolerance"][rows]))
             self.close(batch, rows[closed], positions[closed])
 
-    def note_drafts(self, batch: _Batch, first, counts, rows, drafts, tokens, values, more) -> np.ndarray:
+    def note_drafts(self, batch: _Batch, first, counts, rows, drafts, tokens, values, more, noted=True) -> np.ndarray:
         """Stores the records of a step with drafts, and its close calls. Returns the tokens i32[n, w] that it emits.
 
         first i64[n]: positions of first tokens; counts, rows, drafts: see `layout`; tokens, values: those of rows of
-        logits.
+        logits. `noted` bool[n]: the requests that are still here.
         """
         emitted, accepted = verify(tokens[rows], drafts, counts)
         if batch.slots is None:
             return emitted
+        emitted = np.where(np.reshape(noted, (-1, 1)), emitted, NOTHING)
         if batch.stops.any():
             close = (values[2][rows] < batch.columns["tolerance"][:, None]) & batch.stops[:, None]
             emitted, ended, at = cut_at(emitted, close)

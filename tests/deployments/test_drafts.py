@@ -26,6 +26,7 @@ FIXED = FixedBudget(tokens=8)
 class Request:
     num_tokens: int
     spec_token_ids: list[int] = field(default_factory=list)
+    request_id: str = ""
 
 
 class Engine:
@@ -350,7 +351,7 @@ def test_a_proposal_beside_a_step_that_computes_already_sets_no_draft():
     name = engine.start(1, 0, 60)
     request, _ = engine.requests[name]
     drafts.made_by([(name, ANSWER[:1])])
-    assert drafts.propose(ahead=True) and not request.spec_token_ids
+    assert drafts.propose({}) and not request.spec_token_ids
     request.num_tokens += 2
     drafts.made_by([(name, ANSWER[1:2])])
     assert drafts.propose() and request.spec_token_ids == ANSWER[2:10]

@@ -27,7 +27,7 @@ class Core:
         self.sizes, self.said = deque(sizes), []
         self.scheduler = self.model_executor = self
         self.faults: dict[int, Exception] = {}  # of a step's tokens, by its number
-        self.number = self.processed_step_seq = 0
+        self.number = self.processed_step_seq = self.places = 0
 
     def has_requests(self) -> bool:
         return bool(self.sizes)
@@ -41,7 +41,8 @@ class Core:
 
     def schedule(self):
         self.number += 1
-        return SimpleNamespace(number=self.number, total_num_scheduled_tokens=self.sizes.popleft())
+        drafts = {"scheduled_spec_decode_tokens": {"a": [-1] * self.number}, "num_spec_tokens_to_schedule": self.places}
+        return SimpleNamespace(number=self.number, total_num_scheduled_tokens=self.sizes.popleft(), **drafts)
 
     def execute_model(self, scheduled, non_block):
         self.said.append(f"start {scheduled.number}")
@@ -175,9 +176,9 @@ class Setting:
         self.pace.leave(False, has_chunks)
 
 
-def chunk(drafts=(), is_out=False):
+def chunk(drafts=(), is_out=False, drawn_on_host=False):
     request = SimpleNamespace(spec_token_ids=list(drafts), num_computed_tokens=7, next_decode_eligible_step=0)
-    return SimpleNamespace(request=request, is_out=is_out, first_token_s=1.0)
+    return SimpleNamespace(request=request, is_out=is_out, first_token_s=1.0, drawn_on_host=drawn_on_host)
 
 
 def test_a_step_waits_for_drafts_for_one_more_step_and_for_a_search():
@@ -192,6 +193,27 @@ def test_a_step_waits_for_drafts_for_one_more_step_and_for_a_search():
         setting.pace.leave(False, True)
     assert setting.runs_ahead([chunk()])
     assert not Setting(waits=True).runs_ahead([chunk()])
+
+
+def test_a_step_runs_ahead_of_drafts_on_the_device_unless_the_host_draws():
+    setting, on_device, on_host = Setting(90), chunk([-1, -1]), chunk(drawn_on_host=True)
+    assert setting.runs_ahead([on_device, chunk()])
+    assert not setting.runs_ahead([on_device, chunk([7])])
+    assert not setting.runs_ahead([on_device, on_host]), "the host does not know at which position it draws"
+    assert setting.runs_ahead([chunk(), on_host])
+    assert setting.runs_ahead([on_device, chunk(is_out=True, drawn_on_host=True)])
+
+
+def test_a_step_knows_its_own_drafts_and_whether_the_drafter_ran():
+    setting = Setting()
+    core = setting.outputs.core
+    assert setting.pace.drafts_in_flight is None and Setting(waits=True).pace.drafts_in_flight is None
+    core.places = 2
+    assert setting.step([chunk()]) is None and setting.pace.drafts_in_flight == {"a": [-1]}
+    core.places = 0
+    assert setting.step([chunk()]).proposed and setting.pace.drafts_in_flight == {"a": [-1, -1]}
+    assert setting.step([chunk()]).proposed is False
+    assert Setting(waits=True).step([chunk()]).proposed is None
 
 
 def test_the_seconds_of_a_step_are_those_between_its_tokens_and_the_ones_before():

@@ -38,13 +38,14 @@ class Engine:
         for tokens in (1, 16, 64):
             self.drafts.performance.steps.record(tokens, BASE_S + TOKEN_S * tokens)
         self.requests, self.proposed = {}, {}
+        self.in_flight, self.length, self.waits = None, 0, False  # drafts and places of the step in flight
         for number in range(samples):
             self.start(number, policy)
 
     def start(self, number: int, policy, method: str | None = None, tokens: int = 1 << 16) -> None:
         plan = DraftPlan(GroupRef(f"b/{number}", "key"), number, 0, 60, (0, 0), policy, method=method)
         chunk = ChunkRequest(f"c{number}", 0, PROMPT, len(PROMPT), tokens, SamplingParams(), 0, draft=plan)
-        self.requests[chunk.chunk_id] = Request(len(PROMPT))
+        self.requests[chunk.chunk_id] = Request(len(PROMPT), request_id=chunk.chunk_id)
         self.drafts.open(chunk, self.requests[chunk.chunk_id])
 
     @staticmethod
@@ -53,11 +54,15 @@ class Engine:
         return [1000 + 100_000 * int(number[1:]) + at + i for i in range(count)]
 
     def step(self, ahead: bool = False) -> dict[str, list[int]]:
-        """A step of every sample. Returns the drafts that it verified."""
-        verified, made, length = {}, [], self.switched[-1] if not ahead else 0
+        """A step of every sample. Returns the drafts that it verified. `ahead`: the next one is scheduled before its
+        tokens are taken.
+        """
+        verified = self.in_flight or {name: request.spec_token_ids for name, request in self.requests.items()}
+        length, self.length = self.length if self.in_flight else self.switched[-1], self.switched[-1]
+        made = []
         for name, request in self.requests.items():
-            at, draft = request.num_tokens - len(PROMPT), request.spec_token_ids
-            verified[name], tested = draft, self.proposed.get(name, []) if draft[:1] == [ON_DEVICE] else draft
+            at, draft = request.num_tokens - len(PROMPT), verified[name]
+            tested = self.proposed.get(name, []) if draft[:1] == [ON_DEVICE] else draft
             coming = self.answer(name, at, 8)
             tokens = coming[: accepted_tokens(tested[: len(draft)], coming) + 1]
             request.num_tokens += len(tokens)
@@ -65,12 +70,17 @@ class Engine:
             after = at + len(tokens)
             self.proposed[name] = (self.answer(name, after, self.right) + [WRONG] * LENGTH)[:length]
             request.spec_token_ids = [ON_DEVICE] * length if self.on_device else list(self.proposed[name])
+        self.in_flight = {name: request.spec_token_ids for name, request in self.requests.items()} if ahead else None
         tokens = self.tokens = sum(len(draft) for draft in verified.values()) + len(verified)
         took_s = BASE_S + TOKEN_S * tokens + (self.drafter_s if length else 0.0)
-        self.own_s = self.drafts.step(took_s, len(made), tokens, ahead)
+        self.own_s = self.drafts.step(took_s, len(made), tokens, length > 0)
         self.drafts.made_by(made)
-        self.waits = self.drafts.propose(ahead)
+        self.waits = self.drafts.propose(self.in_flight)
         return verified
+
+    def run(self, steps: int) -> list[dict[str, list[int]]]:
+        """Steps, each of which runs ahead if the one before allows it. Returns the drafts that each verified."""
+        return [self.step(ahead=not self.waits) for _ in range(steps)]
 
     @property
     def acceptance(self) -> float:
@@ -86,7 +96,7 @@ def test_right_proposals_are_verified_and_counted(on_device):
     engine = Engine(on_device=on_device)
     assert engine.drafts.methods == ("vllm",) and engine.switched == [0]
     engine.step()
-    assert engine.switched == [0, LENGTH] and engine.waits
+    assert engine.switched == [0, LENGTH]
     engine.step()
     for _ in range(5):
         assert [len(draft) for draft in engine.step().values()] == [LENGTH, LENGTH]
@@ -192,31 +202,61 @@ def test_its_seconds_are_measured_and_weighed(drafter_s, stays):
     engine.drafts.stop()
 
 
-def test_steps_of_other_sizes_and_steps_that_ran_ahead_measure_nothing():
+def test_steps_of_other_sizes_measure_nothing():
     proposals = vllm_proposals.VllmProposals(LENGTH, [].append, Engine().drafts.performance.acceptance)
-    for samples, tokens, ahead in ((3, 8, False), (2, 40, False), (2, 8, True)):
-        proposals.on = True
-        assert proposals.step(0.5, 2, 8, ahead) == 0.5
-        proposals.on = False
-        proposals.step(0.1, samples, tokens, ahead=False)
+    for samples, tokens in ((3, 8), (2, 40)):
+        assert proposals.step(0.5, 2, 8, ran=True) == 0.5
+        proposals.step(0.1, samples, tokens, ran=False)
         assert proposals._seconds == 0.0
     proposals.on = True
-    proposals.step(0.5, 2, 8, ahead=False)
+    proposals.step(0.5, 2, 8, ran=None)
     proposals.on = False
-    assert proposals.step(0.1, 2, 9, ahead=False) == 0.1
+    assert proposals.step(0.1, 2, 9, ran=None) == 0.1
     assert proposals._seconds == pytest.approx(0.4)
 
 
-def test_steps_that_run_ahead_go_on_until_it_would_pay():
-    """A step that computes already was scheduled without proposals; the next one waits and has them."""
+@pytest.mark.parametrize("policy", [Goodput(), FixedBudget(tokens=8)])
+def test_steps_run_ahead_of_proposals_that_are_verified_whole(policy):
+    engine = Engine(policy=policy, on_device=True)
+    drafted = engine.run(40)
+    assert engine.on and not engine.waits
+    assert all(len(draft) == LENGTH for draft in drafted[5].values())
+    lengths = {len(draft) for each in drafted[5:] for draft in each.values()}
+    assert lengths == ({0, LENGTH} if policy.by_worth else {LENGTH}), "a step without them, which measures"
+    report = engine.drafts.close("c0")
+    verified = sum(len(each["c0"]) for each in drafted)
+    assert report.drafted.sum() == report.drafted[Source.VLLM] == report.accepted.sum() == verified > 90
+    assert engine.acceptance > 0.9
+    engine.drafts.stop()
+
+
+def test_no_step_runs_ahead_of_proposals_where_the_policy_takes_less_or_the_index_drafts():
+    for engine in (Engine(policy=FixedBudget(tokens=2), on_device=True), Engine("group", on_device=True)):
+        if engine.drafts.methods != ("vllm",):
+            context = np.array([*PROMPT, *Engine.answer("c0", 0, 400)], np.int32)
+            known = DraftPlan(GroupRef("b/0", "key"), 5, 0, 60, (0, 0), FixedBudget(tokens=8))
+            mate = ChunkRequest("mate", 0, context, len(PROMPT), 9, SamplingParams(), 0, draft=known)
+            engine.drafts.open(mate, Request(len(context)))
+        engine.run(3)
+        for _ in range(5):
+            engine.run(1)
+            assert engine.on and engine.waits and engine.in_flight is None
+        engine.drafts.stop()
+
+
+def test_the_drafter_is_measured_and_stops_beside_steps_that_run_ahead():
     engine = Engine(policy=Goodput(), on_device=True)
-    engine.right = LENGTH
-    engine.step(ahead=True)
-    assert engine.waits and engine.on
-    engine.step(ahead=True)  # it was in flight
-    assert engine.waits and not any(engine.requests[name].spec_token_ids for name in engine.requests)
-    engine.step()
-    assert all(engine.requests[name].spec_token_ids == [ON_DEVICE] * LENGTH for name in engine.requests)
+    engine.drafter_s = BASE_S / 4
+    engine.run(FIRST_MEASURE + LOOK + MEASURE)
+    assert engine.on and not engine.waits
+    assert engine.drafts._vllm._seconds == pytest.approx(engine.drafter_s)
+    engine.right = 0
+    steps = off = 0
+    while off < 5 and steps < 1000:  # its samples have been right until now
+        engine.run(1)
+        steps, off = steps + 1, 0 if engine.on else off + 1
+    assert not engine.on and not engine.waits
+    assert engine.run(3) == 3 * [{"c0": [], "c1": []}] and engine.drafts.propose({}) is False
     engine.drafts.stop()
 
 

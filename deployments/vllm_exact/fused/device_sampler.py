@@ -203,11 +203,10 @@ class DeviceRejectionSampler(ExactRejectionSampler):
             close = values[:, 2][at] < to_device(bars, logits.device)[:, None]
 
         def note(tokens, values, places, drafts):
-            if not sampler.still_open(batch).all():  # the step raised afterwards: no step with drafts runs ahead
-                return
             # A row inside a prompt is discarded by vLLM; the token that is drawn at its end replaces its record.
             first = np.maximum(places[rows[:, 0]], sampler.opened_at(batch))
-            sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {})
+            noted = sampler.still_open(batch)
+            sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {}, noted)
 
         sampler.leave(Unrecorded(HostCopy(tokens, values, places, drafts), note))
         return device_output(emitted(tokens[at], drafts, close))

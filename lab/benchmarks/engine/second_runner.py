@@ -28,6 +28,7 @@ def second_runner() -> Iterator:
     import triton
     import vllm.config.vllm
     import vllm.envs
+    import vllm.platforms
     import vllm.triton_utils
     import vllm.v1.worker.cpu_worker  # it has the parts of torch that are of GPUs do nothing
 
@@ -39,6 +40,8 @@ def second_runner() -> Iterator:
         for name, value in {"triton": triton, "tl": triton.language, "HAS_TRITON": True}.items():
             patches.enter_context(patch.object(vllm.triton_utils, name, value))
         patches.enter_context(patch.object(worker.ExactCPUWorker, "sampler_of", _sampler))
+        platform = type(vllm.platforms.current_platform)
+        patches.enter_context(patch.object(platform, "check_and_update_config", _checked(platform)))
         patches.enter_context(patch.dict(os.environ, {"TRITON_INTERPRET": "1"}))
         for name in before:
             del sys.modules[name]
@@ -52,6 +55,20 @@ def second_runner() -> Iterator:
             interpreted.forget()
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     vllm.envs.disable_envs_cache()  # an engine that has not ended keeps vLLM's settings as they were
+
+
+def _checked(platform: type) -> classmethod:
+    """Returns the replacement of `Platform.check_and_update_config`: as on a GPU, asynchronous scheduling stays on. A
+    draft model's configuration goes through it too, and shares the scheduler's with the model.
+    """
+    inner = platform.check_and_update_config
+
+    def check_and_update_config(_, config) -> None:
+        scheduling = config.scheduler_config.async_scheduling
+        inner(config)
+        config.scheduler_config.async_scheduling = scheduling
+
+    return classmethod(check_and_update_config)
 
 
 def _sampler(_worker, runner):

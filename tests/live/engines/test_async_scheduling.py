@@ -29,11 +29,15 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def config(narrow_model):
+@pytest.fixture(scope="module", params=["group", "vllm"])
+def config(narrow_model, request):
+    """Drafts of the group's index, for which steps wait; and of vLLM's own drafter, here the model itself."""
     # Prompts of 60 tokens are computed in two steps; the first one's rows are inside of them.
     sizes = {"max_model_len": 256, "max_running": RUNNING, "max_batched_tokens": 48, "kv_cache_gib": 0.05}
-    return EngineConfig(model=str(narrow_model), draft=DraftConfig(method="group", draft_tokens=DRAFTED), **sizes)
+    drafter = {"method": "draft_model", "model": str(narrow_model), "num_speculative_tokens": DRAFTED - 1}
+    args = {"speculative_config": drafter} if request.param == "vllm" else {}
+    draft = DraftConfig(method=request.param, draft_tokens=DRAFTED)
+    return EngineConfig(model=str(narrow_model), draft=draft, vllm_args=args, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +110,8 @@ def same(found: dict[str, ChunkResult], wanted: dict[str, ChunkResult]) -> None:
 
 def test_steps_ahead_have_the_tokens_of_steps_that_wait(config, runner):
     found = {}
-    for name, settings in (("waits", {"vllm_args": {ASYNC: False}}), ("ahead", {})):
+    waits = {"vllm_args": {ASYNC: False} | config.vllm_args}
+    for name, settings in (("waits", waits), ("ahead", {})):
         engine = Engine(config.model_copy(update={"model_runner": "v2"} | settings))
         found[name], work = results_of(engine), engine.stepper.stats().work
         again = replace(chunks()[1], chunk_id="loaded", weights_version=1, draft=None)
