@@ -6,6 +6,7 @@ Owned by `EngineDrafts`, on the engine's thread.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafting.group_indexes import IndexedGroup
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
@@ -46,24 +47,30 @@ class DraftedTokens:
         self.draft, self.sources = list(draft), bytes([Source.VLLM]) * len(draft)
         self.proposed = list(draft)
 
-    def count(self, accepted: int) -> None:
-        """Counts the verification of `draft`, of which the first `accepted` tokens were right."""
+    def count(self, tokens: list[int]) -> int:
+        """Counts the verification of `draft`, which has emitted these tokens. Returns how many of the draft's were
+        right.
+        """
+        size = len(self.draft)
+        if self.draft[0] == ON_DEVICE:
+            accepted = min(size, len(tokens) - 1)
+        else:
+            accepted = size if tokens[:size] == self.draft else accepted_tokens(self.draft, tokens)
         self.accepted = accepted
         self.tested += count_tested(accepted, len(self.sources))
         self.drafted_sources += self.sources
         self.accepted_sources += self.sources[:accepted]
         self.accepted_counts.append(accepted)
+        return accepted
 
-    def is_last(self, accepted: int) -> None:
-        """Adds the right token of a draft on the device that was the chunk's last one: no token of the model's own
-        followed it, so `count` took it for that. `accepted`: see `EngineDrafts.close`.
+    def report(self, draft_tokens: int, accepted: int = 0) -> DraftReport:
+        """Returns the results so far; no draft is longer than `draft_tokens`. `accepted`: right tokens by the records.
+
+        A draft on the device may have the chunk's last token: `count` took that for the model's own, which follows.
         """
         if self.draft[:1] == [ON_DEVICE] and accepted == len(self.accepted_sources) + 1:
             self.accepted_sources.append(self.sources[self.accepted])
             self.accepted_counts[-1] += 1
-
-    def report(self, draft_tokens: int) -> DraftReport:
-        """Returns the results so far; no draft is longer than `draft_tokens`."""
         parts = self.drafted_sources, self.accepted_sources, self.accepted_counts
         report = DraftReport.of(self.verifications, *parts, draft_tokens)
         report.tested = self.tested

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailrace.deployments.draft_index.group_index import warm_up
-from tailrace.deployments.draft_index.proposal import NOTHING, Proposal, accepted_tokens
+from tailrace.deployments.draft_index.proposal import NOTHING, Proposal
 from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
 from tailrace.deployments.drafting.group_indexes import GroupIndexes
 from tailrace.deployments.drafting.proposal_batch import ProposalBatch
@@ -26,7 +26,7 @@ from tailrace.deployments.drafting.views import view_of
 from tailrace.deployments.drafting.vllm_proposals import VllmProposals
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
-from tailrace.deployments.messages.drafts import EVIDENCE, ON_DEVICE, DraftReport
+from tailrace.deployments.messages.drafts import EVIDENCE, DraftReport
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.deployments.vllm_exact.pause import pause, resume
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
@@ -84,8 +84,7 @@ class EngineDrafts:
         self._groups, self._feed, self._model = GroupIndexes(config, feed, vocabulary), feed, model
         self._running: dict[str, DraftedTokens] = {}  # by chunk id
         self._fresh: list[DraftedTokens] = []  # those with new tokens in this step
-        self._steps = 0
-        self._free: list[int] = []
+        self._steps, self._free = 0, []
         self._policy = self._memory = None
         self.performance = PerformanceEstimator()  # shared with the engine, which records steps in it
         if model is not None:
@@ -94,12 +93,8 @@ class EngineDrafts:
         self._spent_s = self._now_s = 0.0
         self._sizes: dict[str, int] = {}
         self._looked_s = -LOOK_S
-        self._vllm = VllmProposals(proposed, switch, self.performance.acceptance)
+        self.vllm = VllmProposals(proposed, switch, self.performance.acceptance)
         warm_up()
-
-    def step(self, took_s: float, samples: int, tokens: int, proposed: bool | None = None) -> float:
-        """Calls `VllmProposals.step`."""
-        return self._vllm.step(took_s, samples, tokens, proposed)
 
     # ---- calls of the stepper ----------------------------------------------------------------------
 
@@ -167,7 +162,7 @@ class EngineDrafts:
             if model is not None:
                 model.made(chunk_id, tokens)
             if drafted.proposed:
-                self._vllm.count(drafted, tokens, tests[DraftMethod.VLLM])
+                self.vllm.count(drafted, tokens, tests[DraftMethod.VLLM])
             if drafted.draft:
                 self._count(drafted, tokens, tests)
             fresh.append(drafted)
@@ -181,29 +176,21 @@ class EngineDrafts:
         `tests`: counts of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model,
         and of vLLM's drafter, are counted with the overtaken ones.
         """
-        draft, size = drafted.draft, len(drafted.draft)
-        if draft[0] == ON_DEVICE:
-            accepted = min(size, len(tokens) - 1)
-        else:
-            accepted = size if tokens[:size] == draft else accepted_tokens(draft, tokens)
-        drafted.count(accepted)
+        accepted = drafted.count(tokens)
         if drafted.sources[0] not in (Source.MODEL, Source.VLLM):
-            of_method = tests[drafted.method]
-            of_method[0] += accepted
-            of_method[1] += count_tested(accepted, size)
-            of_method[2] += 1
+            for place, number in enumerate((accepted, count_tested(accepted, len(drafted.draft)), 1)):
+                tests[drafted.method][place] += number
 
     def close(self, chunk_id: str, goes_on: bool = False, accepted: int = 0) -> DraftReport | None:
         """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here.
-        `accepted`: the accepted tokens of all its drafts, by the records of its tokens.
+        `accepted`: right tokens of all its drafts, by the records.
         """
         drafted = self._running.pop(chunk_id, None)
         if drafted is None:
             return None
         self._read_all([drafted])
         self._groups.close(drafted.group)
-        drafted.is_last(accepted)
-        report = drafted.report(self._draft_tokens)
+        report = drafted.report(self._draft_tokens, accepted)
         if self._model is not None:
             report.model_tested, report.model_accepted = self._model.close(chunk_id, goes_on)
         self._free.append(drafted.slot)
@@ -233,20 +220,17 @@ class EngineDrafts:
                     self._feed.append(ref, sample, start, tokens)
 
     def propose(self, in_flight: Mapping[str, list[int]] | None = None) -> bool:
-        """Sets the next draft on each continuing request, after a step. Returns whether the next step must wait, since
-        it has one.
+        """Sets the next draft on each continuing request, after a step. Returns whether the next step must wait for it.
 
-        `in_flight`: the drafts that the next step verifies, by request, if it computes already. None is set then, and
-        it returns whether one would have paid.
+        `in_flight`: drafts of the next step by request, if it computes already. Then it returns whether one would pay.
         """
         began_s = time.perf_counter()
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
-        due = self._model is not None or self._vllm.on or self._is_due(len(fresh), cost)
-        waits = False
-        if due or in_flight or not all([drafted.futile for drafted in fresh]):
-            waits = self._draft(fresh, cost, due, in_flight is not None)
+        due = self._model is not None or self.vllm.on or self._is_due(len(fresh), cost)
+        drafts = due or in_flight or not all([drafted.futile for drafted in fresh])
+        waits = bool(drafts) and self._draft(fresh, cost, due, in_flight is not None)
         for drafted in fresh if in_flight is not None else ():
             drafted.is_verified_next(in_flight.get(drafted.request.request_id, ()))
         self._spent_s += time.perf_counter() - began_s
@@ -261,33 +245,31 @@ class EngineDrafts:
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
     def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, ahead: bool) -> bool:
-        """Runs `propose` for all chunks with new tokens, or, unless `due`, only for those whose drafts pay. `ahead`: a
-        step is in flight.
-        """
+        """Runs `propose` for all chunks with new tokens; unless `due`, where drafts pay. `ahead`: a step is in flight."""
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
         self._groups.receive()
-        self._vllm.take(fresh, ahead)
+        self.vllm.take(fresh, ahead)
         fresh, waiting = self._apart(fresh, ahead)
         self._fresh = [] if ahead else waiting
         if not fresh or cost is None or not self._policy.max_draft_tokens:
             for drafted in fresh:
                 drafted.draft, drafted.sources = [], b""
             if fresh or not self._running:
-                self._vllm.rest()
-            return bool(waiting) or self._vllm.must_wait
+                self.vllm.rest()
+            return bool(waiting) or self.vllm.must_wait
         batch = self._proposals(fresh, cost, due)
         decide = partial(self._budgets, fresh, cost, self._memory)
         budgets, self._memory = decide(batch)
-        budgets = self._vllm.weigh(fresh, batch, budgets, cost if self._policy.by_worth else None, decide)
+        budgets = self.vllm.weigh(fresh, batch, budgets, cost if self._policy.by_worth else None, decide)
         tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
         for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
             drafted.futile, at = not budget, row * width
             if not ahead:
                 drafted.draft, drafted.sources = tokens[row][:budget], sources[at : at + budget]
                 drafted.request.spec_token_ids = tokens[row][:budget]
-        return bool(waiting or (budgets.any() and not self._vllm.suffices)) or self._vllm.must_wait
+        return bool(waiting or (budgets.any() and not self.vllm.suffices)) or self.vllm.must_wait
 
     def _budgets(self, fresh: list[DraftedTokens], cost: StepCost, memory, batch: ProposalBatch):
         batch.cut(np.array([self._room(drafted) for drafted in fresh]))
@@ -330,7 +312,7 @@ class EngineDrafts:
                 batch.put(rows[place], self._ahead(some[place], batch.get(rows[place]), most))
         for row, guess in guesses.items():
             batch.put(row, guess.joined(batch.get(row)).first(most))
-        self._vllm.join(batch, fresh)
+        self.vllm.join(batch, fresh)
         return batch
 
     def _ahead(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
@@ -356,7 +338,7 @@ class EngineDrafts:
     def methods(self) -> tuple[str, ...]:
         """Draft methods available now (`DraftPlan.method`); the first is the default of plans without a method."""
         model = (DraftMethod.MODEL,) if self._model is not None and self._model.reached else ()
-        return model + (tuple(EVIDENCE) if self._indexed else ()) + self._vllm.methods
+        return model + (tuple(EVIDENCE) if self._indexed else ()) + self.vllm.methods
 
     def counts(self) -> dict[str, int]:
         """Returns drafted and accepted tokens by source, microseconds spent (since the start), and index sizes."""

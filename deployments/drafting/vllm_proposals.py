@@ -191,8 +191,7 @@ class VllmProposals:
         return (len(budgets) + gains.sum()) / (float(cost.at(len(budgets) + budgets.sum())) + self._seconds)
 
     def _is_enough(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> bool:
-        """Returns whether all tokens within the budgets are its own, and all of each proposal may as well be verified.
-        """
+        """Returns whether all tokens within the budgets are its own, and whole proposals are worth as much."""
         inside = np.arange(batch.right.shape[1]) < budgets[:, None]
         whole = np.minimum(batch.lengths, self._length)
         if batch.right.shape[1] < self._length or (inside & (batch.sources != Source.VLLM)).any():

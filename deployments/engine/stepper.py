@@ -221,7 +221,7 @@ class Stepper:
         work, took_s, now_s = step.work, step.took_s, step.ended_s
         made, made_tokens = self._receive(outputs, now_s)
         samples, tokens = len(made), work.verified_tokens
-        decoding_s = took_s if self._drafts is None else self._drafts.step(took_s, samples, tokens, step.proposed)
+        decoding_s = took_s if self._drafts is None else self._drafts.vllm.step(took_s, samples, tokens, step.proposed)
         self._performance.step(samples, tokens, decoding_s, made_tokens, now_s, work.context_tokens)
         self.progress_s = now_s if outputs else self.progress_s
         if not (outputs or self._pace.computing):

@@ -235,7 +235,7 @@ class EngineConfig(BaseModel):
 
     @property
     def runs_ahead(self) -> bool:
-        """True if steps without drafts are scheduled ahead, see vllm_exact.async_scheduling."""
+        """True if steps may be scheduled ahead, see vllm_exact.async_scheduling."""
         return self._can_run_ahead and self.vllm_args.get(ASYNC) is not False
 
     @property

@@ -166,16 +166,15 @@ class ExactSampler:
             closed = np.flatnonzero(batch.stops[rows] & (values[2] < batch.columns["tolerance"][rows]))
             self.close(batch, rows[closed], positions[closed])
 
-    def note_drafts(self, batch: _Batch, first, counts, rows, drafts, tokens, values, more, noted=True) -> np.ndarray:
+    def note_drafts(self, batch: _Batch, first, counts, rows, drafts, tokens, values, more) -> np.ndarray:
         """Stores the records of a step with drafts, and its close calls. Returns the tokens i32[n, w] that it emits.
 
         first i64[n]: positions of first tokens; counts, rows, drafts: see `layout`; tokens, values: those of rows of
-        logits. `noted` bool[n]: the requests that are still here.
+        logits.
         """
         emitted, accepted = verify(tokens[rows], drafts, counts)
         if batch.slots is None:
             return emitted
-        emitted = np.where(np.reshape(noted, (-1, 1)), emitted, NOTHING)
         if batch.stops.any():
             close = (values[2][rows] < batch.columns["tolerance"][:, None]) & batch.stops[:, None]
             emitted, ended, at = cut_at(emitted, close)
@@ -200,7 +199,7 @@ class ExactSampler:
             return known
         args = [(state.sampling_params.extra_args or {}).get(ARGS_KEY, WARM_UP) for state in states]
         replays = {i: a for i, a in enumerate(args) if a["forced"] is not None}
-        slots = self._records.slots(held.req_ids, self._next_positions(count))
+        slots = self._records.slots(held.req_ids, held.num_tokens_no_spec[:count].astype(np.int64))
         stops = np.array([a.get("stops", False) for a in args], bool)
         rules = self._rule_book.of(states, args)
         tops = {i: a["tops"] for i, a in enumerate(args) if a.get("tops")}
@@ -211,11 +210,8 @@ class ExactSampler:
 
     def positions(self, batch: _Batch) -> np.ndarray:
         """Returns i64[n]: the absolute position of the next token of each request of the step; 0 in a warm-up."""
-        count = len(batch.stops)
-        return np.zeros(count, np.int64) if batch.slots is None else self._next_positions(count)
-
-    def _next_positions(self, count: int) -> np.ndarray:
-        return self._runner.input_batch.num_tokens_no_spec[:count].astype(np.int64)
+        known = batch.stops if batch.slots is None else self._runner.input_batch.num_tokens_no_spec
+        return known[: len(batch.stops)].astype(np.int64)
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
         """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`.
@@ -260,8 +256,7 @@ class ExactRejectionSampler:
 
     def __call__(self, metadata, draft_probs, logits, sampling_metadata):
         counts = np.asarray(metadata.num_draft_tokens, np.int64)
-        batch = self._sampler.batch(len(counts))
-        first = self._sampler.positions(batch)
+        first = self._sampler.positions(batch := self._sampler.batch(len(counts)))
         rows, drafts = layout(metadata, counts)
         here = rows >= 0
         owner, offset = np.zeros((2, logits.shape[0]), np.int64)

@@ -147,6 +147,7 @@ class Link:
 
 class Drafts:
     methods = ("group",)
+    vllm = property(lambda self: self)
 
     def __init__(self):
         self.calls, self.fails = [], None
@@ -356,7 +357,7 @@ def test_drafts_are_opened_proposed_and_closed_and_one_that_fails_leaves_no_chun
     drafts.fails = None
     run(one, engine, [out("a", 1, 2)], [out("a", 3, reason="length")])
     assert drafts.named("made_by") == [([("a", [1, 2])],), ([("a", [3])],)] and len(drafts.named("propose")) == 2
-    assert drafts.named("close") == [("b",), ("a", True)]
+    assert drafts.named("close") == [("b",), ("a", True, 0)]
     one.add(chunk("c"), 1.0)
     run(one, engine, [out("c", 1)])
     one.draft_for_all([5, 6])

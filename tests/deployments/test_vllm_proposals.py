@@ -73,7 +73,7 @@ class Engine:
         self.in_flight = {name: request.spec_token_ids for name, request in self.requests.items()} if ahead else None
         tokens = self.tokens = sum(len(draft) for draft in verified.values()) + len(verified)
         took_s = BASE_S + TOKEN_S * tokens + (self.drafter_s if length else 0.0)
-        self.own_s = self.drafts.step(took_s, len(made), tokens, length > 0)
+        self.own_s = self.drafts.vllm.step(took_s, len(made), tokens, length > 0)
         self.drafts.made_by(made)
         self.waits = self.drafts.propose(self.in_flight)
         return verified
@@ -143,6 +143,23 @@ def test_a_proposal_on_the_device_that_is_not_verified_is_not_counted():
     engine.drafts.stop()
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_last_token_of_a_chunk_may_be_a_draft_on_the_device(on_device):
+    """Nothing follows it, so the records know that it was a draft, and the counts of a step do not."""
+    engine = Engine(on_device=on_device)
+    for _ in range(4):
+        engine.step()
+    counted = 2 * LENGTH
+    assert engine.drafts.close("c1", accepted=counted).accepted.sum() == counted
+    engine.right = 1
+    for _ in range(2):
+        engine.step()
+    counted += LENGTH + 1
+    report = engine.drafts.close("c0", accepted=counted + 1)
+    assert report.accepted.sum() == report.accepted_at.sum() == counted + on_device
+    engine.drafts.stop()
+
+
 def test_no_proposal_reaches_behind_its_chunk():
     engine = Engine(samples=0)
     engine.start(1, FixedBudget(tokens=8), tokens=3)
@@ -175,7 +192,7 @@ def test_one_that_is_mostly_wrong_stops_and_is_tried_again():
     ran = trials = 0
     for _ in range(3 * TRIAL):
         engine.step()
-        ran, trials = ran + engine.on, trials + engine.drafts._vllm.trial
+        ran, trials = ran + engine.on, trials + engine.drafts.vllm.trial
     assert 1 <= trials <= 3 and ran <= 12, "each trial is one step"
     engine.right = LENGTH
     for _ in range(2 * TRIAL + 100):
@@ -190,7 +207,7 @@ def test_its_seconds_are_measured_and_weighed(drafter_s, stays):
     engine.drafter_s = drafter_s
     for _ in range(FIRST_MEASURE + LOOK):
         engine.step()
-    assert engine.drafts._vllm._seconds == pytest.approx(drafter_s)
+    assert engine.drafts.vllm._seconds == pytest.approx(drafter_s)
     assert engine.on == stays
     changes = len(engine.switched)
     cost_s = float(engine.drafts.performance.steps.cost(2).at(8))
@@ -249,7 +266,7 @@ def test_the_drafter_is_measured_and_stops_beside_steps_that_run_ahead():
     engine.drafter_s = BASE_S / 4
     engine.run(FIRST_MEASURE + LOOK + MEASURE)
     assert engine.on and not engine.waits
-    assert engine.drafts._vllm._seconds == pytest.approx(engine.drafter_s)
+    assert engine.drafts.vllm._seconds == pytest.approx(engine.drafter_s)
     engine.right = 0
     steps = off = 0
     while off < 5 and steps < 1000:  # its samples have been right until now

@@ -22,7 +22,6 @@ from tailrace.deployments.vllm_exact.replays import forced_tokens
 from tailrace.deployments.vllm_exact.sampler import NOTHING, ExactRejectionSampler, ExactSampler
 from tailrace.deployments.vllm_exact.shared_noise import share_noise
 
-
 STEPS_TOGETHER = 16
 """Number of steps whose records are made together, unless they are asked for: writing those of one step costs the host
 as much as drawing its tokens.
@@ -205,8 +204,8 @@ class DeviceRejectionSampler(ExactRejectionSampler):
         def note(tokens, values, places, drafts):
             # A row inside a prompt is discarded by vLLM; the token that is drawn at its end replaces its record.
             first = np.maximum(places[rows[:, 0]], sampler.opened_at(batch))
-            noted = sampler.still_open(batch)
-            sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {}, noted)
+            tokens = np.where(sampler.still_open(batch)[owner], tokens, NOTHING)
+            sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {})
 
         sampler.leave(Unrecorded(HostCopy(tokens, values, places, drafts), note))
         return device_output(emitted(tokens[at], drafts, close))

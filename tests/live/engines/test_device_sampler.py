@@ -154,3 +154,42 @@ def test_a_token_that_arrives_after_its_request_has_ended_leaves_no_record(devic
     taken = sampler.records.take("r7", PROMPT, 2)
     assert np.isfinite(taken.logprobs[0]) and np.isnan(taken.logprobs[1])
     assert np.isfinite(sampler.records.take("r1", PROMPT, 2).logprobs).all()
+
+
+def test_drafts_that_arrive_after_their_request_has_ended_leave_no_record(device_sampler, monkeypatch):
+    drawn = ExactSampler(runner_of(chunks()[:2]), kernel_cpu)(logits=LOGITS[[0, 2]], sampling_metadata=None)
+    drafts = drawn.sampled_token_ids.tolist()  # right ones: each request gets two tokens
+    arrived = []
+    monkeypatch.setattr(device_sampler.HostCopy, "arrived", property(lambda copy: bool(arrived)))
+    runner = runner_of(chunks()[:2], drafts)
+    sampler = device_sampler.DeviceSampler(runner)
+    sampler.verifier()(metadata_of(drafts), None, LOGITS[:4].clone(), None)
+    sampler.records.take("r0", PROMPT, 0)
+    other = runner_of([chunk(7)])
+    runner.requests |= other.requests
+    for name in ("input_batch", "positions", "query_start_loc"):
+        setattr(runner, name, getattr(other, name))
+    sampler(logits=LOGITS[[4]].clone(), sampling_metadata=None)
+    arrived.append(True)
+    taken = sampler.records.take("r7", PROMPT, 2)
+    assert np.isfinite(taken.logprobs[0]) and np.isnan(taken.logprobs[1]) and not taken.drafted
+    mine = sampler.records.take("r1", PROMPT, 2)
+    assert np.isfinite(mine.logprobs).all() and (mine.drafted, mine.accepted) == (1, 1)
+
+
+def test_steps_of_one_batch_are_recorded_together(device_sampler, monkeypatch):
+    """In order, and once they are as many as STEPS_TOGETHER even if nothing asks for their records."""
+    runner = runner_of(chunks())
+    sampler, alone = device_sampler.DeviceSampler(runner), ExactSampler(runner_of(chunks()), kernel_cpu)
+    wanted = []
+    for step in range(device_sampler.STEPS_TOGETHER):
+        assert len(sampler._later) == step
+        sampler(logits=LOGITS[step % 3 : step % 3 + 5].clone(), sampling_metadata=None)
+        drawn = alone(logits=LOGITS[step % 3 : step % 3 + 5].clone(), sampling_metadata=None)
+        wanted.append(drawn.sampled_token_ids[:, 0].tolist())
+        for each in (runner, alone._runner):
+            each.positions = each.positions + 1
+            each.input_batch.num_tokens_no_spec = each.input_batch.num_tokens_no_spec + 1
+    assert not sampler._later
+    for i in range(5):
+        same(record_of(alone, i, len(wanted)), record_of(sampler, i, len(wanted)))

@@ -16,3 +16,6 @@ def drafter(step: Measurements) -> None:
     own = {"method": "draft_model", "model": model, "num_speculative_tokens": DRAFT_TOKENS}
     engine = started(step, SHAPE, runner="v2", draft="vllm", speculative_config=own)
     SameSamples(step, engine, vocabulary_of(step.place, SHAPE)).compare()
+    work = engine.stepper.stats().work
+    names = "steps", "steps_ahead", "drafted.vllm", "accepted.vllm"
+    step.say("steps and drafts", **{name.replace(".", "_"): work.get(name, 0) for name in names})
