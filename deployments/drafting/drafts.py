@@ -245,7 +245,7 @@ class EngineDrafts:
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
     def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, ahead: bool) -> bool:
-        """Runs `propose` for all chunks with new tokens; unless `due`, where drafts pay. `ahead`: a step is in flight."""
+        """Runs `propose` for chunks with new tokens; unless `due`, where drafts pay. `ahead`: a step is in flight."""
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
