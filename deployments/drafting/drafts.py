@@ -91,8 +91,7 @@ class EngineDrafts:
             model.performance = self.performance
         self._counts: Counter[str] = Counter()
         self._spent_s = self._now_s = 0.0
-        self._sizes: dict[str, int] = {}
-        self._looked_s = -LOOK_S
+        self._sizes, self._looked_s = {}, -LOOK_S
         self.vllm = VllmProposals(proposed, switch, self.performance.acceptance)
         warm_up()
 
@@ -228,11 +227,12 @@ class EngineDrafts:
         fresh, self._fresh = self._fresh, []
         cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
-        due = self._model is not None or self.vllm.on or self._is_due(len(fresh), cost)
-        drafts = due or in_flight or not all([drafted.futile for drafted in fresh])
-        waits = bool(drafts) and self._draft(fresh, cost, due, in_flight is not None)
-        for drafted in fresh if in_flight is not None else ():
-            drafted.is_verified_next(in_flight.get(drafted.request.request_id, ()))
+        due = self._model is not None or self.vllm.on or self.vllm.ran or self._is_due(len(fresh), cost)
+        drafts = due or bool(in_flight) or not all([drafted.futile for drafted in fresh])
+        waits = drafts and self._draft(fresh, cost, due, in_flight is not None)
+        for drafted in fresh if in_flight is not None or not drafts else ():
+            if in_flight or drafted.draft:
+                drafted.is_verified_next((in_flight or {}).get(drafted.request.request_id, ()))
         self._spent_s += time.perf_counter() - began_s
         return waits
 

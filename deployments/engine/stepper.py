@@ -84,7 +84,8 @@ class Stepper:
             self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._performance)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
-        parts = self._requests, self._redraws, self._link, DEPTH * (1 + self._constant["draft_tokens"])
+        possible = (DEPTH if config.runs_ahead else 1) * (1 + config.draft_tokens)
+        parts = self._requests, self._redraws, self._link, possible
         self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
         self._suspects = self._recovery.suspects
         warmup.warm_up(self, config.max_running, config.draft_tokens)

@@ -277,6 +277,26 @@ def test_the_drafter_is_measured_and_stops_beside_steps_that_run_ahead():
     engine.drafts.stop()
 
 
+@pytest.mark.parametrize("ran", [False, True])
+def test_each_draft_is_counted_once_where_steps_wait_again(ran, monkeypatch):
+    """A step in flight has drafts, and nothing is proposed after it: the drafter was switched off meanwhile, with the
+    step after it (`ran`) or before.
+    """
+    engine = Engine(policy=Goodput(), on_device=True)
+    drafted = engine.run(8)
+    assert all(engine.in_flight.values())
+    monkeypatch.setattr(engine.drafts, "_is_due", lambda *_: False)
+    engine.drafts.vllm.on, engine.length = False, LENGTH if ran else 0
+    engine.switched.append(0)
+    for running in engine.drafts._running.values():
+        running.futile = True
+    drafted += [engine.step() for _ in range(4)]
+    for name in engine.requests:
+        report = engine.drafts.close(name)
+        assert report.drafted.sum() == report.accepted.sum() == sum(len(each[name]) for each in drafted)
+    engine.drafts.stop()
+
+
 def test_it_does_not_wait_where_it_would_not_pay():
     engine = Engine(policy=Goodput(), samples=64, on_device=True)
     for tokens in (64, 128, 256):
