@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -74,11 +74,9 @@ class EngineDrafts:
         feed: ContextClient | None,
         model: Drafters | None = None,
         vocabulary: int = 1 << 31,
-        *,
-        proposed: int = 0,
-        switch: Callable[[int], None] = lambda _: None,
+        vllm: VllmProposals | None = None,
     ):
-        """`vocabulary`: number of tokens; drafts hold no others. `proposed`, `switch`: see VllmProposals."""
+        """`vocabulary`: number of tokens; drafts hold no others. `vllm`: the proposals of vLLM's own drafter."""
         self._draft_tokens, self._max_model_len = config.draft_tokens, max_model_len
         self._indexed = config.method == "group"
         self._groups, self._feed, self._model = GroupIndexes(config, feed, vocabulary), feed, model
@@ -92,7 +90,8 @@ class EngineDrafts:
         self._counts: Counter[str] = Counter()
         self._spent_s = self._now_s = 0.0
         self._sizes, self._looked_s = {}, -LOOK_S
-        self.vllm = VllmProposals(proposed, switch, self.performance.acceptance)
+        self.vllm = vllm or VllmProposals()
+        self.vllm.acceptance = self.performance.acceptance
         warm_up()
 
     # ---- calls of the stepper ----------------------------------------------------------------------
@@ -262,7 +261,7 @@ class EngineDrafts:
         batch = self._proposals(fresh, cost, due)
         decide = partial(self._budgets, fresh, cost, self._memory)
         budgets, self._memory = decide(batch)
-        budgets = self.vllm.weigh(fresh, batch, budgets, cost if self._policy.by_worth else None, decide)
+        batch, budgets = self.vllm.weigh(fresh, batch, budgets, cost if self._policy.by_worth else None, decide, ahead)
         tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
         for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
             drafted.futile, at = not budget, row * width

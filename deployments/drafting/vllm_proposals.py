@@ -3,8 +3,9 @@
 vLLM proposes at the end of a step, for all requests, in the same model runner. Its proposals are one more source of
 drafts, with a measured acceptance. The drafter costs time in the step, so it runs while its drafts are worth its
 measured seconds; a step with it now and then shows whether that has changed.
-On vLLM's second runner proposals stay on the device, so steps run ahead of them, see deployments.engine.step_pace,
-while all drafts are its own and verified whole; all other steps with it wait for their tokens.
+On vLLM's second runner proposals stay on the device, so steps can run ahead of them, see deployments.engine.step_pace.
+They do where whole proposals of all samples are worth about as much as what the policy would choose from all sources;
+all other steps with it wait for their tokens.
 Invariant: its seconds are the difference of two steps of one size, one with it and the next without. Owned by
 `EngineDrafts`, on the engine's thread.
 """
@@ -38,21 +39,20 @@ of what it has brought until now beside what it brings in the next step.
 """
 
 WAITING_COSTS = 0.1
-"""Share of a step's seconds that a step which waits is assumed to add: the host's work, which is not hidden then. Whole
-proposals are verified, and steps run ahead, unless a choice among their tokens brings more than this.
-"""
+"""Share of a step's seconds that a step which waits is assumed to add: the host's work, which is not hidden then."""
 
 
 class VllmProposals:
     """`length`: tokens of a proposal, 0 if vLLM has no drafter. `switch`: sets how many tokens vLLM proposes, from the
-    next step on.
+    next step on. `ahead`: steps may run ahead.
     """
 
-    def __init__(self, length: int, switch: Callable[[int], None], acceptance: AcceptanceEstimator):
-        self._length, self._switch, self._acceptance = length, switch, acceptance
+    def __init__(self, length: int = 0, switch: Callable[[int], None] = lambda _: None, ahead: bool = False):
+        self._length, self._switch, self._ahead = length, switch, ahead
+        self.acceptance = AcceptanceEstimator()  # its owner sets its own
         self.on = self.ran = False  # in the next step; in the step that has just ended
         self.trial = False
-        self.suffices = False  # nothing else drafts in the next steps, and its proposals are verified whole
+        self.suffices = False  # in the next steps nothing else drafts, and its proposals are verified whole
         self._steps, self._until_measure, self._until_look = 0, FIRST_MEASURE, 0
         self._seconds = self._worth = 0.0  # of it in a step; tokens a second that it brings, a faded sum over steps
         self._before: tuple[float, int, int] | None = None  # seconds, samples and tokens of the step before, if with it
@@ -120,27 +120,35 @@ class VllmProposals:
             return
         rows, proposed = zip(*found, strict=True)
         tokens = np.array([each + [NO_TOKEN] * (self._length - len(each)) for each in proposed], np.int32)
-        usual = self._acceptance.chance(DraftMethod.VLLM)
-        chances = [chance(running[row].proposed_right, running[row].proposed_tested, usual) for row in rows]
-        right = np.where(tokens == NO_TOKEN, 0, np.array(chances)[:, None])
+        chances = self._chances([running[row] for row in rows])
+        right = np.where(tokens == NO_TOKEN, 0, chances[:, None])
         batch.join(np.array(rows), tokens, right.astype(np.float32), Source.VLLM)
 
-    def weigh(self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets, cost, decide) -> np.ndarray:
-        """Decides whether it runs in the next step. Returns the budgets i32[n] of this one.
+    def _chances(self, running: Sequence[DraftedTokens]) -> np.ndarray:
+        """Returns f64[n]: how likely a token of each chunk's proposal is right after right ones."""
+        usual = self.acceptance.chance(DraftMethod.VLLM)
+        return np.array([chance(one.proposed_right, one.proposed_tested, usual) for one in running])
+
+    def weigh(self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets, cost, decide, ahead: bool):
+        """Decides whether it runs in the next step. Returns what to verify in this one: a batch, and budgets i32[n].
 
         `budgets`: those of the batch by the policy, which `decide` asks for another batch. `cost`: StepCost, or None if
-        the policy drafts whatever it costs.
+        the policy drafts whatever it costs. `ahead`: this step is in flight, so nothing of it changes.
         """
         if self.ran:
             if self.trial:
                 tested = (batch.sources[:, 0] == Source.VLLM) & (batch.lengths > 0)
                 budgets = np.where(tested, np.maximum(budgets, 1), budgets)
-            self._decide(batch, budgets, cost)
+            self._decide(running, batch, budgets, cost)
         elif self._length and self._looks(cost is not None):
             guess = deepcopy(batch)
             self.join(guess, running, guess=True)
-            self._decide(guess, decide(guess)[0], cost)
-        return budgets
+            self._decide(running, guess, decide(guess)[0], cost)
+        if ahead or not self.suffices:
+            return batch, budgets
+        self.join(own := ProposalBatch(len(running), batch.right.shape[1]), running)
+        decide(own)  # which cuts it to the rooms
+        return own, own.lengths
 
     def _looks(self, weighed: bool) -> bool:
         """Returns whether to see if it would pay, while it does not run."""
@@ -150,7 +158,9 @@ class VllmProposals:
         self._until_look = LOOK
         return True
 
-    def _decide(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> None:
+    def _decide(
+        self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None
+    ) -> None:
         if self.trial and not self.ran:
             return  # its step is still to come
         self.trial = self.suffices = False
@@ -159,7 +169,7 @@ class VllmProposals:
             self._set(not measures)
             if measures:
                 self._until_measure, self._until_look = MEASURE, 0
-            self.suffices = self._is_enough(batch, budgets, cost)
+            self.suffices = self._ahead and self._is_enough(running, batch, budgets, cost)
         else:
             self.trial = not self.on and self._steps >= TRIAL
             if self.trial:
@@ -182,24 +192,29 @@ class VllmProposals:
         gains, of_vllm = self._gains(batch, budgets)
         count, others = len(budgets), ~of_vllm
         without_s = float(cost.at(count + budgets[others].sum()))
-        worth = self._rate(gains, budgets, cost) - (count + gains[others].sum()) / without_s
+        worth = self._rate(gains, budgets.sum(), cost) - (count + gains[others].sum()) / without_s
         self._worth = FADE * self._worth + worth if self.ran else worth
         return self._worth >= 0 if self.ran else self._worth > 0
 
-    def _rate(self, gains: np.ndarray, budgets: np.ndarray, cost: StepCost) -> float:
-        """Returns the expected tokens a second of steps in which it runs."""
-        return (len(budgets) + gains.sum()) / (float(cost.at(len(budgets) + budgets.sum())) + self._seconds)
+    def _rate(self, gains: np.ndarray, drafts: int, cost: StepCost) -> float:
+        """Returns the expected tokens a second of steps in which it runs. gains f64[n]: right tokens of each chunk."""
+        return (len(gains) + gains.sum()) / (float(cost.at(len(gains) + drafts)) + self._seconds)
 
-    def _is_enough(self, batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None) -> bool:
-        """Returns whether all tokens within the budgets are its own, and whole proposals are worth as much."""
-        inside = np.arange(batch.right.shape[1]) < budgets[:, None]
-        whole = np.minimum(batch.lengths, self._length)
-        if batch.right.shape[1] < self._length or (inside & (batch.sources != Source.VLLM)).any():
+    def _is_enough(
+        self, running: Sequence[DraftedTokens], batch: ProposalBatch, budgets: np.ndarray, cost: StepCost | None
+    ) -> bool:
+        """Returns whether whole proposals of all chunks, in steps ahead, are worth as much as the budgets in steps that
+        wait. A policy that does not weigh costs gets what it chose.
+        """
+        if batch.right.shape[1] < self._length:
             return False
         if cost is None:
-            return bool((budgets >= whole).all())
-        rates = [self._rate(self._gains(batch, each)[0], each, cost) for each in (whole, budgets)]
-        return rates[0] >= (1 - WAITING_COSTS) * rates[1]
+            inside = np.arange(batch.right.shape[1]) < budgets[:, None]
+            others = inside & (batch.sources != Source.VLLM)
+            return not others.any() and bool((budgets >= np.minimum(batch.lengths, self._length)).all())
+        chosen = self._rate(self._gains(batch, budgets)[0], budgets.sum(), cost)
+        gains = (self._chances(running)[:, None] ** np.arange(1, self._length + 1)).sum(axis=1)
+        return self._rate(gains, len(gains) * self._length, cost) >= (1 - WAITING_COSTS) * chosen
 
     def rest(self) -> None:
         """Lets it propose nothing in the next step, since nothing drafts."""

@@ -72,10 +72,11 @@ class Stepper:
         if config.draft.drafts:
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
+            from tailrace.deployments.drafting.vllm_proposals import VllmProposals
 
             length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
-            of_vllm = {"proposed": config.proposed_tokens, "switch": partial(set_proposed, self._engine)}
-            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary, **of_vllm)
+            of_vllm = VllmProposals(config.proposed_tokens, partial(set_proposed, self._engine), config.runs_ahead)
+            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary, of_vllm)
             self._performance = self._drafts.performance
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.

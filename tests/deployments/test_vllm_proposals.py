@@ -34,7 +34,8 @@ class Engine:
         self.switched: list[int] = []
         self.right, self.on_device, self.drafter_s = LENGTH, on_device, 0.0
         config = DraftConfig(method=method, draft_tokens=6)
-        self.drafts = EngineDrafts(config, 1 << 20, None, proposed=LENGTH, switch=self.switched.append)
+        of_vllm = vllm_proposals.VllmProposals(LENGTH, self.switched.append, on_device)
+        self.drafts = EngineDrafts(config, 1 << 20, None, vllm=of_vllm)
         for tokens in (1, 16, 64):
             self.drafts.performance.steps.record(tokens, BASE_S + TOKEN_S * tokens)
         self.requests, self.proposed = {}, {}
@@ -81,6 +82,15 @@ class Engine:
     def run(self, steps: int) -> list[dict[str, list[int]]]:
         """Steps, each of which runs ahead if the one before allows it. Returns the drafts that each verified."""
         return [self.step(ahead=not self.waits) for _ in range(steps)]
+
+    def knows(self, name: str) -> None:
+        """Adds a mate of this sample that has written its answer."""
+        context, number = np.array([*PROMPT, *self.answer(name, 0, 400)], np.int32), name[1:]
+        plan = DraftPlan(GroupRef(f"b/{number}", "key"), 99, 0, 60, (0, 0), FixedBudget(tokens=8))
+        mate = ChunkRequest(f"mate {name}", 0, context, len(PROMPT), 9, SamplingParams(), 0, draft=plan)
+        policy = self.drafts._policy
+        self.drafts.open(mate, Request(len(context)))
+        self.drafts._policy = policy
 
     @property
     def acceptance(self) -> float:
@@ -220,7 +230,7 @@ def test_its_seconds_are_measured_and_weighed(drafter_s, stays):
 
 
 def test_steps_of_other_sizes_measure_nothing():
-    proposals = vllm_proposals.VllmProposals(LENGTH, [].append, Engine().drafts.performance.acceptance)
+    proposals = vllm_proposals.VllmProposals(LENGTH, [].append)
     for samples, tokens in ((3, 8), (2, 40)):
         assert proposals.step(0.5, 2, 8, ran=True) == 0.5
         proposals.step(0.1, samples, tokens, ran=False)
@@ -248,17 +258,34 @@ def test_steps_run_ahead_of_proposals_that_are_verified_whole(policy):
 
 
 def test_no_step_runs_ahead_of_proposals_where_the_policy_takes_less_or_the_index_drafts():
-    for engine in (Engine(policy=FixedBudget(tokens=2), on_device=True), Engine("group", on_device=True)):
-        if engine.drafts.methods != ("vllm",):
-            context = np.array([*PROMPT, *Engine.answer("c0", 0, 400)], np.int32)
-            known = DraftPlan(GroupRef("b/0", "key"), 5, 0, 60, (0, 0), FixedBudget(tokens=8))
-            mate = ChunkRequest("mate", 0, context, len(PROMPT), 9, SamplingParams(), 0, draft=known)
-            engine.drafts.open(mate, Request(len(context)))
+    """Of a policy that does not weigh costs."""
+    less, index = (Engine(name, FixedBudget(tokens=most), on_device=True) for name, most in (("vllm", 2), ("group", 8)))
+    index.knows("c0")
+    for engine in (less, index):
         engine.run(3)
         for _ in range(5):
             engine.run(1)
             assert engine.on and engine.waits and engine.in_flight is None
         engine.drafts.stop()
+
+
+@pytest.mark.parametrize(("samples", "known", "waits"), [(12, 1, False), (12, 6, True), (2, 1, True)])
+def test_steps_wait_for_the_index_where_it_brings_more_than_waiting_costs(samples, known, waits):
+    engine = Engine("group", Goodput(), samples, on_device=True)
+    for number in range(known):
+        engine.knows(f"c{number}")
+    drafted = engine.run(20)[-1]
+    assert engine.on and engine.waits == waits
+    wanted = {name: 6 if waits and int(name[1:]) < known else LENGTH for name in engine.requests}
+    assert {name: len(draft) for name, draft in drafted.items()} == wanted
+    engine.drafts.stop()
+
+
+def test_an_engine_whose_steps_never_run_ahead_verifies_what_the_policy_chose():
+    engine = Engine("group", Goodput(), samples=12)
+    engine.knows("c3")
+    assert [len(draft) for draft in [engine.step() for _ in range(20)][-1].values()] == [3, 3, 3, 6, *[3] * 8]
+    engine.drafts.stop()
 
 
 def test_the_drafter_is_measured_and_stops_beside_steps_that_run_ahead():
