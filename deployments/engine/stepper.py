@@ -76,7 +76,7 @@ class Stepper:
 
             length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
             of_vllm = VllmProposals(config.proposed_tokens, partial(set_proposed, self._engine), config.runs_ahead)
-            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary, of_vllm)
+            self._drafts = EngineDrafts(config.sized_draft, length, feed, model, vocabulary, vllm=of_vllm)
             self._performance = self._drafts.performance
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
