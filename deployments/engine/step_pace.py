@@ -3,9 +3,9 @@
 A step waits if a chunk has a draft, while drafts pay, and during the search after a step that raised. Drafts continue
 the last token, so a step that runs ahead of it cannot verify them; the proposals of vLLM's own drafter it can, since
 they are on the device. How many of these are right is known there alone, so no step runs ahead of them with a chunk
-whose tokens the host draws. Invariant: seconds are those between the tokens of
-two steps, without the commands that the engine obeys in between. They hold the host's work where it was not hidden
-behind the device's, so the measured cost of steps decides whether drafts are worth waiting for. Owned by the stepper.
+whose tokens the host draws. Invariant: seconds are those between the tokens of two steps, without the commands that the
+engine obeys in between. They hold the host's work where it was not hidden behind the device's, so the measured cost of
+steps decides whether drafts are worth waiting for. Owned by the stepper.
 """
 
 from bisect import bisect_left

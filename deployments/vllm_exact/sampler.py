@@ -210,8 +210,8 @@ class ExactSampler:
 
     def positions(self, batch: _Batch) -> np.ndarray:
         """Returns i64[n]: the absolute position of the next token of each request of the step; 0 in a warm-up."""
-        known = batch.stops if batch.slots is None else self._runner.input_batch.num_tokens_no_spec
-        return known[: len(batch.stops)].astype(np.int64)
+        count, held = len(batch.stops), self._runner.input_batch
+        return np.zeros(count, np.int64) if batch.slots is None else held.num_tokens_no_spec[:count].astype(np.int64)
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
         """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`.

@@ -1,10 +1,10 @@
 """The exact samplers on a GPU: a step draws, verifies drafts and returns without waiting for the device.
 
 Positions come from the model runner's tensors. Tokens, values, positions and drafts of a step are copied after its
-work. They become records once they have arrived, at the latest on request: vLLM has then waited for the tokens. A step
-that ran ahead may have drawn for a request that has ended; that leaves no record. Invariant: tokens and records are
-those of sampler.py. A batch with rules for tokens, or with requests for likeliest tokens or masks, is drawn as there,
-and waits. Called by worker.py on GPUs.
+work. They become records some steps later, together, at the latest on request: vLLM has then waited for the tokens. A
+step that ran ahead may have drawn for a request that has ended; that leaves no record. Invariant: tokens and records
+are those of sampler.py. A batch with rules for tokens, or with requests for likeliest tokens or masks, is drawn as
+there, and waits. Called by worker.py on GPUs.
 """
 
 from collections import deque

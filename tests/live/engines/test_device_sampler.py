@@ -177,7 +177,7 @@ def test_drafts_that_arrive_after_their_request_has_ended_leave_no_record(device
     assert np.isfinite(mine.logprobs).all() and (mine.drafted, mine.accepted) == (1, 1)
 
 
-def test_steps_of_one_batch_are_recorded_together(device_sampler, monkeypatch):
+def test_steps_of_one_batch_are_recorded_together(device_sampler):
     """In order, and once they are as many as STEPS_TOGETHER even if nothing asks for their records."""
     runner = runner_of(chunks())
     sampler, alone = device_sampler.DeviceSampler(runner), ExactSampler(runner_of(chunks()), kernel_cpu)
