@@ -57,7 +57,7 @@ class BatchStreams:
         """
         sent = self._loads.demanding(batch)
         with interrupted_by_loss():
-            async with aclosing(self._connection.stream("rollout", sent, driver, have)) as items:
+            async with self._connection.stream("rollout", sent, driver, have) as items:
                 async for item in items:
                     if isinstance(item, Rejected):
                         raise await self._loads.error_of(item, "rollout", sent, batch.adapters, resumed)

@@ -302,7 +302,7 @@ class RolloutClient:
 
         Resources of replicas given back are free for Ray once `replicas` equals `wanted`.
         """
-        async with aclosing(self._connection.stream("replica_changes")) as changes:
+        async with self._connection.stream("replica_changes") as changes:
             async for change in changes:
                 yield accepted(change, "replica_changes")
 
@@ -397,7 +397,7 @@ class RolloutClient:
         """
         epoch, number = "", 0
         while True:
-            async with aclosing(self._connection.stream("watch", epoch, number)) as items:
+            async with self._connection.stream("watch", epoch, number) as items:
                 async for item in items:
                     delta = json.loads(accepted(item, "watch"))
                     epoch, number = delta["epoch"], delta["number"]

@@ -1,6 +1,7 @@
 """A client's connection to the coordinator: the application's handle, and the role that every call names."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from tailrace.app.calls.refused import accepted
 from tailrace.app.calls.resume import Interrupted, Retries, interrupted_by_loss
@@ -38,11 +39,11 @@ class Connection:
             except Interrupted as lost:
                 await retries.wait(lost)
 
-    async def stream(self, method: str, *arguments) -> AsyncIterator:
-        """Yields the items of one stream, refusals among them. Closing the iterator ends the stream there, too."""
+    @asynccontextmanager
+    async def stream(self, method: str, *arguments) -> AsyncIterator[AsyncIterator]:
+        """Opens a stream, whose items may be refusals. Its end here is its end there, too."""
         items = getattr(self._streams, method).remote(self.role, *arguments)
         try:
-            async for item in items:
-                yield item
+            yield items
         finally:
             items.cancel()  # else it would run to its end without a reader, and the coordinator would end after it

@@ -6,7 +6,7 @@ another one. Used on one event loop.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from tailrace.app.calls.connection import Connection
 from tailrace.deployments.channel.call_frames import CALLS
@@ -35,12 +35,12 @@ class LineConnection(Connection):
     async def _ask_over_line(self, method: str, arguments: tuple):
         return await (await self._opened()).ask(method, arguments)
 
-    async def stream(self, method: str, *arguments) -> AsyncIterator:
-        """Yields the items of one stream, as `Connection.stream`."""
+    @asynccontextmanager
+    async def stream(self, method: str, *arguments) -> AsyncIterator[AsyncIterator]:
+        """Opens a stream, as `Connection.stream`."""
         line = await self._opened() if method in CALLS else None
-        async with aclosing(line.stream(method, arguments) if line else super().stream(method, *arguments)) as items:
-            async for item in items:
-                yield item
+        async with aclosing(line.stream(method, arguments)) if line else super().stream(method, *arguments) as items:
+            yield items
 
     async def _opened(self) -> CallLine:
         async with self._opening:

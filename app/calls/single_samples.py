@@ -80,7 +80,7 @@ class SingleSamples:
     ) -> AsyncIterator[SampleTokens]:
         sent = self._loads.demanding(settings)
         with interrupted_by_loss():
-            async with aclosing(self._connection.stream("stream_sample", sent, request)) as items:
+            async with self._connection.stream("stream_sample", sent, request) as items:
                 async for item in items:
                     if isinstance(item, Rejected):
                         adapters = [request.group.adapter]

@@ -31,10 +31,11 @@ class CallLine:
         self, role: str, dial: Callable[[Callable[[bytes], None]], EngineSocket], lives: Callable[[], Awaitable[bool]]
     ):
         self._role, self._lives, self._now = role, lives, asyncio.get_running_loop().time
-        self._end, self._heard_s = NumberedEnd(), self._now()
+        self._heard_s = self._now()
         self._numbers, self._calls = count(1), {}  # by number: the queue of a call's answers
         self.is_open = True  # for further calls
         self._socket = dial(self._take)
+        self._end = NumberedEnd(frames.encode, frames.decode, self._socket.send)
         self._following = asyncio.ensure_future(self._follow())
 
     async def ask(self, method: str, arguments: Sequence) -> Any:
@@ -76,20 +77,18 @@ class CallLine:
 
     async def _follow(self) -> None:
         """Sends beats until the other end has lost this line, or another one is used and no call is left here."""
-        beat = frames.encode(frames.Beat())
         while self.is_open or self._calls:
             await asyncio.sleep(BEAT_S)
             now_s = self._now()
-            for frame in (*self._end.overdue(now_s), self._end.frame(beat)):
-                self._socket.send(frame)
+            self._end.resend(now_s)
+            self._end.send_once(frames.Beat())
             if now_s > self._heard_s + DOUBT_S and not await self._lives():
                 break
         self.close()
 
     def _take(self, frame: bytes) -> None:
         try:
-            payload = self._end.take(frame, self._now())
-            message = None if payload is None else frames.decode(payload)
+            message = self._end.take(frame, self._now())
         except ValueError:  # a message of another release
             return
         self._heard_s = self._now()
@@ -101,8 +100,7 @@ class CallLine:
                 self._calls[number].put_nowait((ConnectionError if again else CallFailed)(error) if error else None)
 
     def _send(self, message: frames.Message) -> None:
-        _, frame = self._end.numbered(frames.encode(message), self._now())
-        self._socket.send(frame)
+        self._end.send(message, self._now())
 
 
 async def _next(answers: asyncio.Queue) -> frames.Item | None:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import isasyncgen
 from secrets import token_hex
 from typing import Any
@@ -30,7 +31,7 @@ SILENT_S = LEASE_S
 class _CallLine:
     session: str
     heard_s: float
-    end: NumberedEnd = field(default_factory=NumberedEnd)
+    end: NumberedEnd
     calls: dict[int, asyncio.Task] = field(default_factory=dict)
 
 
@@ -47,20 +48,21 @@ class CallLines:
         """Returns the address, and the session if it is open, else a new one."""
         if session not in self._lines:
             session = f"gateway/{token_hex(8)}"
-            self._lines[session] = _CallLine(session, self._now())
+            end = NumberedEnd(frames.encode, frames.decode, partial(self._socket.send, session))
+            self._lines[session] = _CallLine(session, self._now(), end)
         return self._socket.address, session
 
     async def run(self) -> None:
         """Sends beats, and unacknowledged messages again. Never returns."""
         while True:
             await asyncio.sleep(BEAT_S)
-            now_s, beat = self._now(), frames.encode(frames.Beat())
+            now_s = self._now()
             for line in list(self._lines.values()):
                 if now_s > line.heard_s + SILENT_S:
                     self._drop(line)
                     continue
-                for frame in (*line.end.overdue(now_s), line.end.frame(beat)):
-                    self._socket.send(line.session, frame)
+                line.end.resend(now_s)
+                line.end.send_once(frames.Beat())
 
     async def close(self) -> None:
         """Returns once all calls have ended. Calls that arrive meanwhile are for another coordinator."""
@@ -77,8 +79,7 @@ class CallLines:
         if (line := self._lines.get(session)) is None:
             return
         try:
-            payload = line.end.take(frame, self._now())
-            message = None if payload is None else frames.decode(payload)
+            message = line.end.take(frame, self._now())
         except ValueError:  # a message of another release
             return
         line.heard_s = self._now()
@@ -96,11 +97,11 @@ class CallLines:
         try:
             if call.method not in frames.CALLS:
                 raise ValueError(f"{call.method} is not called over a line")
-            answer = getattr(self._ingress, call.method)(call.role, *frames.given(call.arguments))
-            if not isasyncgen(answer):
-                self._send(line, frames.Item(call.number, frames.named(await answer)))
-                return
-            await self._pass(line, call.number, answer)
+            answer = await getattr(self._ingress, call.method)(call.role, *frames.given(call.arguments))
+            if isasyncgen(answer):
+                await self._pass(line, call.number, answer)
+            else:
+                self._send(line, frames.Item(call.number, frames.named(answer)))
         except (Exception, asyncio.CancelledError) as error:  # the edge of a call: its caller gets the reason
             self._send(line, frames.CallEnded(call.number, one_line(error)))
             if isinstance(error, asyncio.CancelledError):
@@ -113,5 +114,4 @@ class CallLines:
         self._send(line, frames.CallEnded(number))
 
     def _send(self, line: _CallLine, message: frames.Message) -> None:
-        _, frame = line.end.numbered(frames.encode(message), self._now())
-        self._socket.send(line.session, frame)
+        line.end.send(message, self._now())

@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tailrace.deployments.channel import frames
@@ -47,7 +48,7 @@ class Heard(NamedTuple):
 class _Line:
     session: str
     replica_id: str
-    end: NumberedEnd = field(default_factory=NumberedEnd)
+    end: NumberedEnd
     calls: dict[str, tuple[asyncio.Future, int]] = field(default_factory=dict)  # by chunk: its end, and Start number
     heard: Heard | None = None
     offset_s: float = float("inf")  # our clock minus the engine's, at the fastest report
@@ -86,7 +87,8 @@ class CoordinatorLines:
         """Opens a new line to a replica. Returns its session, which the replica needs to dial."""
         self._opened += 1
         session = f"{replica_id}/{self._nonce}/{self._opened}"
-        self._lines[replica_id] = self._sessions[session] = _Line(session, replica_id)
+        end = NumberedEnd(frames.encode, frames.decode, partial(self._socket.send, session))
+        self._lines[replica_id] = self._sessions[session] = _Line(session, replica_id, end)
         return session
 
     def close(self, replica_id: str, reason: str) -> None:
@@ -115,7 +117,7 @@ class CoordinatorLines:
         if line is None or line.heard is None:
             raise ChunkNotTaken(f"there is no line to replica {replica_id!r}")
         answer = asyncio.get_running_loop().create_future()
-        line.calls[chunk.chunk_id] = answer, self._send(line, frames.Start(chunk))
+        line.calls[chunk.chunk_id] = answer, line.end.send(frames.Start(chunk), self._now())
         try:
             return await answer
         except asyncio.CancelledError:
@@ -127,30 +129,23 @@ class CoordinatorLines:
     def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         """Ends a chunk early; its own call ends then. Without a line this does nothing."""
         if (line := self._lines.get(replica_id)) is not None:
-            self._send(line, frames.Abort(chunk_id, keep_kv))
+            line.end.send(frames.Abort(chunk_id, keep_kv), self._now())
 
     def pulse(self) -> None:
         """Sends pulses, and unacknowledged messages again. Called a few times a second."""
-        now_s, payload = self._now(), frames.encode(frames.Pulse(self.report_s))
+        now_s, pulse = self._now(), frames.Pulse(self.report_s)
         for line in self._lines.values():
-            for frame in line.end.overdue(now_s):
-                self._socket.send(line.session, frame)
+            line.end.resend(now_s)
             if now_s >= line.pulsed_s + PULSE_S:
                 line.pulsed_s = now_s
-                self._socket.send(line.session, line.end.frame(payload))
-
-    def _send(self, line: _Line, message: frames.Message) -> int:
-        number, frame = line.end.numbered(frames.encode(message), self._now())
-        self._socket.send(line.session, frame)
-        return number
+                line.end.send_once(pulse)
 
     def _take(self, session: str, frame: bytes) -> None:
         if (line := self._sessions.get(session)) is None:
             return
         try:
-            payload = line.end.take(frame, self._now())
-            if payload is not None:
-                self._obey(line, frames.decode(payload))
+            if (message := line.end.take(frame, self._now())) is not None:
+                self._obey(line, message)
         except frames.BadFrame as error:
             self.bad_frames[line.replica_id] += 1
             _settle(line, error.chunk_id, ChunkError(f"chunk {error.chunk_id}: {error}"))

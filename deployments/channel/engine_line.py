@@ -43,13 +43,14 @@ class EngineLine:
     def __init__(self, session: str, engine: ChunkEngine, dial: Callable[[Callable[[bytes], None]], EngineSocket]):
         self.session = session
         self._engine, self._now = engine, asyncio.get_running_loop().time
-        self._end, self._report_s = NumberedEnd(), REPORT_S
+        self._report_s = REPORT_S
         self._chunks: dict[str, asyncio.Task] = {}
         self._others: set[asyncio.Task] = set()
         self._due, self._heard_s, self.closed = asyncio.Event(), self._now(), False
         self.was_pulsed = False
         self._holder = 0
         self._socket = dial(self._take)
+        self._end = NumberedEnd(frames.encode, frames.decode, self._socket.send)
 
     async def hold(self) -> None:
         """Sends reports until the line ends, or until another call holds it."""
@@ -58,10 +59,8 @@ class EngineLine:
             while self._holder == holder and not self.closed and not self._is_left():
                 self._due.clear()
                 with contextlib.suppress(Exception):  # an engine that is down reports nothing
-                    report = frames.Report(self._now(), await self._engine.stats())
-                    self._socket.send(self._end.frame(frames.encode(report)))
-                for frame in self._end.overdue(self._now()):
-                    self._socket.send(frame)
+                    self._end.send_once(frames.Report(self._now(), await self._engine.stats()))
+                self._end.resend(self._now())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._report_s):
                         await self._due.wait()
@@ -91,8 +90,7 @@ class EngineLine:
         if self.closed:
             return
         try:
-            payload = self._end.take(frame, self._now())
-            message = None if payload is None else frames.decode(payload)
+            message = self._end.take(frame, self._now())
         except ValueError:  # a message of another release
             return
         self._heard_s = self._now()
@@ -108,16 +106,11 @@ class EngineLine:
                 self._report_s, self.was_pulsed = report_s, True
 
     async def _run(self, chunk: ChunkRequest) -> None:
-        payload = await self._end_of(chunk)
-        if not self.closed:
-            _, frame = self._end.numbered(payload, self._now())
-            self._socket.send(frame)
-
-    async def _end_of(self, chunk: ChunkRequest) -> bytes:
-        """Runs a chunk. Returns the message of its end."""
+        """Runs a chunk, and sends its end."""
         cause = frames.Cause.CHUNK
         try:
-            return frames.encode(frames.ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk)))
+            self._send(frames.ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk)))
+            return
         except asyncio.CancelledError as error:  # an error of the engine, unless the line was closed
             if self.closed:
                 raise
@@ -128,4 +121,8 @@ class EngineLine:
             cause, reason = frames.Cause.REFUSED, error
         except Exception as error:  # noqa: BLE001 - the edge of a chunk: its caller gets the reason
             reason = error
-        return frames.encode(frames.ChunkFailure(chunk.chunk_id, cause, one_line(reason)))
+        self._send(frames.ChunkFailure(chunk.chunk_id, cause, one_line(reason)))
+
+    def _send(self, message: frames.Message) -> None:
+        if not self.closed:
+            self._end.send(message, self._now())

@@ -80,8 +80,8 @@ class ChunkRunner:
             if sample.started_s is None:
                 sample.started_s = self._loop.now() - sample.asked_s
             request = batch.request(sample, start, span, drafting, self._digests)
-            answer = self._engines.generate(start.replica_id, request)
-            result = await self.watch.finish(start.chunk_id, start.replica_id, answer)
+            async with self.watch.over(start.chunk_id, start.replica_id):
+                result = await self._engines.generate(start.replica_id, request)
             made_by = request.weights_digest, digest_of(request.adapter)
             event, made = self._finished(start, batch, sample, result, made_by)
             batch.spans.end_chunk(span, start, request, result)
@@ -125,15 +125,7 @@ class ChunkRunner:
             computed_tokens=result.computed_tokens,
             tested_tokens=min(drafts.tested, result.drafted_tokens) if drafts else 0,
         )
-        return event, MadeTokens(
-            batch=batch,
-            sample=sample,
-            start=start.start,
-            result=result,
-            replica_id=start.replica_id,
-            weights_digest=digests[0],
-            adapter_digest=digests[1],
-        )
+        return event, MadeTokens(batch, sample, start, result, digests)
 
     def abort(self, action: AbortChunk) -> None:
         """Asks a replica to end a chunk early. Errors are dropped, since the chunk's own call reports its end."""

@@ -6,9 +6,10 @@ long step or a silent replica therefore costs a chunk next to nothing; other wat
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
+from contextlib import asynccontextmanager
 
-from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import ChunkError
 from tailrace.policies.protocol.actions import AbortChunk
 
@@ -55,14 +56,15 @@ class ChunkWatch:
         """Returns (chunk id, replica id) of each call."""
         return [(chunk_id, replica_id) for replica_id, calls in self._calls.items() for chunk_id in calls]
 
-    async def finish(self, chunk_id: str, replica_id: str, answer: Awaitable[ChunkResult]) -> ChunkResult:
-        """Returns the result of a chunk. Raises ChunkError, one line, once the chunk is given up."""
+    @asynccontextmanager
+    async def over(self, chunk_id: str, replica_id: str) -> AsyncIterator[None]:
+        """Watches a chunk while the body waits for its result. Raises ChunkError, one line, once it is given up."""
         deadline = asyncio.timeout(None)
         calls = self._calls.setdefault(replica_id, {})
         call = calls[chunk_id] = _Call(deadline)
         try:
             async with deadline:
-                return await answer
+                yield
         except TimeoutError:
             if not deadline.expired():
                 raise

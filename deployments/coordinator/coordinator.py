@@ -11,7 +11,6 @@ from pathlib import Path
 from secrets import token_hex
 
 import ray
-from pydantic import ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -32,7 +31,6 @@ from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.roles import Passed, Role, admits
-from tailrace.deployments.messages.rollout import Rejected
 from tailrace.deployments.messages.status import PoolView
 from tailrace.deployments.metrics.export import export_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
@@ -163,9 +161,11 @@ class Coordinator(WatchCalls, GatewayLines):
     load_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.load_adapter)
     unload_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.adapters.unload)
     pause = Passed(Role.TRAINER, lambda me: me._rollouts.admission.pause)
+    resume = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.resume)
     sleep = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.begin)
     wake_up = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.end)
     replica_changes = Passed(Role.OBSERVER, lambda me: me._rollouts.replica_target.changes, is_stream=True)
+    set_policies = Passed(Role.TRAINER, lambda me: me._rollouts.core_holder.take_policies)
     journal = Passed(Role.TRAINER, lambda me: me._rollouts.core_holder.journal)
     renew_journal = Passed(Role.TRAINER, lambda me: me._rollouts.core_holder.renew_journal)
     reserve = Passed(Role.TRAINER, lambda me: me._rollouts.reserve)
@@ -180,15 +180,6 @@ class Coordinator(WatchCalls, GatewayLines):
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Returns the content of the tokenizer's files by name; some megabytes."""
         return await asyncio.to_thread(tokenizer_files, Path(self._prompts.model))
-
-    @admits(Role.TRAINER)
-    async def set_policies(self, policies: dict) -> Rejected | None:
-        """Sets the policies of the next core. `policies`: a dump, which loads no class before it is checked."""
-        try:
-            self._rollouts.core_holder.set_policies(Policies(**policies))
-        except ValidationError as error:
-            return Rejected(reason=error.errors()[0]["msg"].removeprefix("Value error, "))
-        return None
 
     @admits(Role.TRAINER)
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
@@ -210,13 +201,6 @@ class Coordinator(WatchCalls, GatewayLines):
     @admits(Role.TRAINER)
     async def drain_pool(self) -> int | None:
         return None if self._kv_pool_manager is None else await self._kv_pool_manager.drain()
-
-    @admits(Role.TRAINER)
-    async def resume(self) -> Rejected | None:
-        if self._rollouts.sleep.tags:
-            return Rejected(reason="the service sleeps; wake it up")
-        self._rollouts.admission.resume()
-        return None
 
     def ended_loops(self) -> list[asyncio.Task]:
         """Returns the loops that have ended, each by an exception. A healthy coordinator has none."""

@@ -6,8 +6,11 @@ replicas. A journal is written only while a driver that wants it renews its leas
 
 from collections.abc import Callable, Iterable
 
+from pydantic import ValidationError
+
 from tailrace.deployments.coordinator.journal import JournaledCore
 from tailrace.deployments.messages.liveness import LEASE_S
+from tailrace.deployments.messages.rollout import Rejected
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.kv_on_update import finishes
@@ -56,6 +59,14 @@ class CoreHolder:
 
     def set_policies(self, policies: Policies) -> None:
         self._policies, self._due = policies, True
+
+    def take_policies(self, policies: dict) -> Rejected | None:
+        """Sets a driver's policies. `policies`: a dump, which loads no class before it is checked."""
+        try:
+            self.set_policies(Policies(**policies))
+        except ValidationError as error:
+            return Rejected(reason=error.errors()[0]["msg"].removeprefix("Value error, "))
+        return None
 
     def set_limits(self, limits: Limits | None) -> None:
         """Sets the minimum and maximum number of engine replicas; None if the number is fixed."""

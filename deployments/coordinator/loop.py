@@ -11,19 +11,18 @@ from typing import NamedTuple
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.records import SampleRecord
 from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.policies.protocol.actions import StartChunk
 from tailrace.policies.protocol.events import Event
 
 
 class MadeTokens(NamedTuple):
-    """The tokens of a chunk that began at position `start` of its sample's answer, and the replica that made them."""
+    """The tokens of a chunk. `digests`: of the weights and of the adapter that made them."""
 
     batch: LiveBatch
     sample: SampleRecord
-    start: int
+    start: StartChunk
     result: ChunkResult
-    replica_id: str
-    weights_digest: str
-    adapter_digest: str
+    digests: tuple[str, str]
 
 
 class Loop:

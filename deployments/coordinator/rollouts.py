@@ -337,8 +337,7 @@ class Rollouts:
 
     def _write(self, made: MadeTokens) -> None:
         """Appends the tokens of a chunk to its sample, and counts them."""
-        made_by = made.replica_id, made.weights_digest, made.adapter_digest
-        moved = made.sample.append(made.start, made.result, *made_by)
+        moved = made.sample.append(made.start.start, made.result, made.start.replica_id, *made.digests)
         made.batch.progress_s = self.loop.now()
         self.totals.wrote(made.result, moved)
         if made.result.weights_version < self.weights.version:

@@ -84,6 +84,13 @@ class Sleep:
             self._admission.resume()
         return None
 
+    def resume(self) -> Rejected | None:
+        """Ends a pause. Returns Rejected while the service sleeps."""
+        if self.tags:
+            return Rejected(reason="the service sleeps; wake it up")
+        self._admission.resume()
+        return None
+
     def wake_weights(self) -> None:
         """Lets replicas load the wanted weights again."""
         self._weights.asleep = False

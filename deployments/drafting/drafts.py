@@ -229,9 +229,11 @@ class EngineDrafts:
         due = self._model is not None or self.vllm.on or self.vllm.ran or self._is_due(len(fresh), cost)
         drafts = due or bool(in_flight) or not all([drafted.futile for drafted in fresh])
         waits = drafts and self._draft(fresh, cost, due, in_flight is not None)
-        for drafted in fresh if in_flight is not None or not drafts else ():
-            if in_flight or drafted.draft:
-                drafted.is_verified_next((in_flight or {}).get(drafted.request.request_id, ()))
+        if in_flight is not None or not drafts:
+            verified = in_flight or {}
+            for drafted in fresh:
+                if verified or drafted.draft:
+                    drafted.is_verified_next(verified.get(drafted.request.request_id, ()))
         self._spent_s += time.perf_counter() - began_s
         return waits
 

@@ -1,13 +1,13 @@
 """One engine's client of the pool: passes requests of chunks to the connector, and reads its reports about their KV.
 
-Invariant: a held result is released exactly once, when its saves have ended or at the save deadline.
-The next engine of the sample therefore finds the KV in the pool, and a dead pool costs a bounded wait.
+Invariant: an ended chunk that is saved is named by `saved` exactly once, when its saves have ended or at the save
+deadline. The next engine of the sample therefore finds the KV in the pool, and a dead pool costs a bounded wait.
 Owned by the stepper.
 """
 
 import time
 from collections import Counter
-from dataclasses import replace
+from typing import Any
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.kvpool.connector import PoolConnector
@@ -24,7 +24,7 @@ class PoolClient:
     def __init__(self, engine, save_deadline_s: float, performance: PerformanceEstimator):
         self._connector: PoolConnector = engine.engine_core.engine_core.scheduler.connector
         self._engine, self._save_deadline_s, self._performance = engine, save_deadline_s, performance
-        self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # by chunk id; float: time of `hold`
+        self._saving: dict[str, tuple[str, float]] = {}  # by chunk id: its request, and the time of its end
         self._counts: Counter[str] = Counter()
         self._waits = Counts()
         layouts = engine.collective_rpc(layout)
@@ -57,36 +57,24 @@ class PoolClient:
         begun = self._engine.collective_rpc(begin_again, args=(self._connector.heard,))
         return self._connector.begin_again(min(begun))
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._held)
-
-    def hold(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> None:
-        """Holds a result that is complete except for its saves."""
-        self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic())
-
-    def held_tokens(self) -> dict[str, int]:
-        """Returns the number of tokens of each held result, by chunk id."""
-        return {chunk_id: len(result.token_ids) for chunk_id, (_, _, result, _) in self._held.items()}
+    def save(self, chunk_id: str, request_id: str) -> None:
+        """Follows the saves of a chunk that has ended."""
+        self._saving[chunk_id] = request_id, time.monotonic()
 
     def forget(self, request_id: str) -> None:
         """Drops the connector's record of a failed request, which has no result."""
         self._connector.take(request_id)
 
-    def release(self) -> list[tuple[str, ChunkResult]]:
-        """Returns the held results, by chunk id, whose saves have ended or are late."""
-        now_s = time.monotonic()
-        ready = [
-            chunk_id
-            for chunk_id, (request_id, _, _, since_s) in self._held.items()
-            if now_s - since_s > self._save_deadline_s or self._connector.settled(request_id)
-        ]
-        released = []
-        for chunk_id in ready:
-            request_id, chunk, result, since_s = self._held.pop(chunk_id)
-            self._waits.took("hold", now_s - since_s)
-            released.append((chunk_id, self._complete(request_id, chunk, result)))
-        return released
+    def saved(self) -> list[str]:
+        """Returns the chunks whose saves have ended or are late."""
+        now_s, saved = time.monotonic(), []
+        for chunk_id, (request_id, since_s) in self._saving.items():
+            if now_s - since_s > self._save_deadline_s or self._connector.settled(request_id):
+                self._waits.took("hold", now_s - since_s)
+                saved.append(chunk_id)
+        for chunk_id in saved:
+            del self._saving[chunk_id]
+        return saved
 
     @property
     def scheduled(self) -> tuple[int, int]:
@@ -109,7 +97,8 @@ class PoolClient:
         self._counts += self._waits.take()
         return dict(self._connector.counts + self._counts)
 
-    def _complete(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> ChunkResult:
+    def fields(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> dict[str, Any]:
+        """Returns the fields of a chunk's result that the pool knows, and counts its tokens. Called once a chunk."""
         late = not self._connector.settled(request_id)
         traffic = self._connector.take(request_id)
         new = len(chunk.token_ids) == chunk.prompt_tokens
@@ -120,10 +109,9 @@ class PoolClient:
         self._counts[f"recomputed_tokens.{cause}"] += result.computed_tokens
         self._counts["save_late"] += late
         context_tokens = len(chunk.token_ids) + len(result.token_ids)
-        return replace(
-            result,
-            pulled_tokens=pulled_tokens,
-            stored_tokens=min(traffic.saved_tokens, context_tokens),  # vLLM saves drafts after a stop text, too
-            kv_names=b"".join(traffic.names),
-            recompute_cause=cause if result.computed_tokens else "",
-        )
+        return {
+            "pulled_tokens": pulled_tokens,
+            "stored_tokens": min(traffic.saved_tokens, context_tokens),  # vLLM saves drafts after a stop text, too
+            "kv_names": b"".join(traffic.names),
+            "recompute_cause": cause if result.computed_tokens else "",
+        }

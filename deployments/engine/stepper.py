@@ -6,6 +6,7 @@ An abort loses no token that has arrived.
 """
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -55,6 +56,7 @@ class Stepper:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._unscheduled: dict[str, EngineChunk] = {}  # chunks that no step has computed yet
+        self._saving: dict[str, tuple[EngineChunk, ChunkResult]] = {}  # ended chunks whose KV is being saved
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not returned by `step` yet
         self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
@@ -104,7 +106,7 @@ class Stepper:
     def busy(self) -> bool:
         """True while a step has work: chunks to run, or finished ones to release."""
         waits = self._ended or self._running or self.adapters.waiting() or self._scheduler.has_requests()
-        return bool(waits or self._pace.in_flight or (self._link is not None and self._link.busy))
+        return bool(waits or self._pace.in_flight or self._saving)
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM, or here until its adapter can run.
@@ -231,7 +233,7 @@ class Stepper:
         drafts_pay = self._drafts is not None and self._drafts.propose(self._pace.drafts_in_flight)
         if self._link is not None:
             self._link.after_step(took_s, work.scheduled, work.verified_tokens > 0, now_s)
-            self._ended += self._link.release()
+            self._ended += map(self._complete, self._link.saved())
         self._pace.leave(drafts_pay, bool(self._running))
         return made
 
@@ -288,21 +290,24 @@ class Stepper:
         end = ENDS.get(reason, ChunkEnd.ABORTED)
         result = self._end(chunk_id, end, end is ChunkEnd.LENGTH)
         if reason not in ENDS:
-            if self._link is not None:
-                self._link.forget(running.request_id)
-            self._ended.append((chunk_id, RuntimeError(f"chunk {chunk_id}: vLLM ended it with {reason!r}")))
-        else:
-            self._hand_over(running, result)
+            result = RuntimeError(f"chunk {chunk_id}: vLLM ended it with {reason!r}")
+        self._hand_over(running, result)
 
     def _hand_over(self, running: EngineChunk, result: ChunkResult | Exception) -> None:
         """Returns a result from the next `step`; with a pool, once the saves of its KV have ended."""
-        failed = isinstance(result, Exception)
-        if failed and self._link is not None and not running.is_out:
+        chunk_id, has_kv = running.chunk.chunk_id, self._link is not None and not running.is_out
+        if has_kv and isinstance(result, ChunkResult):
+            self._saving[chunk_id] = running, result
+            self._link.save(chunk_id, running.request_id)
+            return
+        if has_kv:
             self._link.forget(running.request_id)
-        if failed or self._link is None or running.is_out:
-            self._ended.append((running.chunk.chunk_id, result))
-        else:
-            self._link.hold(running.request_id, running.chunk, result)
+        self._ended.append((chunk_id, result))
+
+    def _complete(self, chunk_id: str) -> tuple[str, ChunkResult]:
+        """Returns the result of a chunk whose KV is saved."""
+        running, result = self._saving.pop(chunk_id)
+        return chunk_id, replace(result, **self._link.fields(running.request_id, running.chunk, result))
 
     def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult | Exception:
         """Closes a chunk; returns its result, or why it has none. `goes_on`: its sample may have another chunk here."""
@@ -335,6 +340,7 @@ class Stepper:
         """Returns a snapshot as of now."""
         link, drafts = self._link, self._drafts
         tokens = {chunk_id: len(chunk.token_ids) for chunk_id, chunk in self._running.items()}
+        tokens |= {chunk_id: len(result.token_ids) for chunk_id, (_, result) in self._saving.items()}
         tokens |= dict.fromkeys(self.adapters.waiting(), 0)
         of_drafts, at_s = {"methods": drafts.methods} if drafts else {}, time.time()
         return EngineStats(
@@ -344,7 +350,7 @@ class Stepper:
             observed_at=at_s,
             steps=self._pace.counts["steps"],
             step_counts=tuple(self._pace.durations),
-            running=tokens | (link.held_tokens() if link else {}),
+            running=tokens,
             preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in self._running.values()),
             performance=self._performance.report(time.monotonic(), at_s),
             work={**self._pace.counts, **self._redraws.counts, **(drafts.counts() if drafts else {})},

@@ -4,8 +4,7 @@ Invariant: a driver's call runs only if its role has the right. Roles guard agai
 reach Ray at all can run code on every node. Used by the coordinator and by clients.
 """
 
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from functools import wraps
 from inspect import isasyncgenfunction, isawaitable
@@ -41,8 +40,7 @@ def admits(needed: Role) -> Callable:
     """
 
     def decorate(method: Callable) -> Callable:
-        guarded = _guarded_stream if isasyncgenfunction(method) else _guarded
-        return wraps(method)(guarded(needed, method.__name__, method))
+        return wraps(method)(_guarded(needed, method.__name__, method, isasyncgenfunction(method)))
 
     return decorate
 
@@ -60,28 +58,20 @@ class Passed:
         def method(me, *arguments):
             return self._target(me)(*arguments)
 
-        guarded = (_guarded_stream if self._is_stream else _guarded)(self._needed, name, method)
+        guarded = _guarded(self._needed, name, method, self._is_stream)
         guarded.__name__ = name
         setattr(owner, name, guarded)
 
 
-def _guarded(needed: Role, name: str, method: Callable) -> Callable:
+def _guarded(needed: Role, name: str, method: Callable, is_stream: bool) -> Callable:
     async def guarded(self, role: Role, *arguments):
         if (refused := refusal(Role(role), needed, name)) is not None:
-            return refused
+            return _alone(refused) if is_stream else refused
         answer = method(self, *arguments)
         return await answer if isawaitable(answer) else answer
 
     return guarded
 
 
-def _guarded_stream(needed: Role, name: str, method: Callable) -> Callable:
-    async def guarded(self, role: Role, *arguments):
-        if (refused := refusal(Role(role), needed, name)) is not None:
-            yield refused
-            return
-        async with aclosing(method(self, *arguments)) as items:
-            async for item in items:
-                yield item
-
-    return guarded
+async def _alone(refused: Rejected) -> AsyncIterator[Rejected]:
+    yield refused

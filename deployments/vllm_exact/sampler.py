@@ -256,7 +256,8 @@ class ExactRejectionSampler:
 
     def __call__(self, metadata, draft_probs, logits, sampling_metadata):
         counts = np.asarray(metadata.num_draft_tokens, np.int64)
-        first = self._sampler.positions(batch := self._sampler.batch(len(counts)))
+        batch = self._sampler.batch(len(counts))
+        first = self._sampler.positions(batch)
         rows, drafts = layout(metadata, counts)
         here = rows >= 0
         owner, offset = np.zeros((2, logits.shape[0]), np.int64)

@@ -5,7 +5,7 @@ itself. An exception of the callee arrives as a RayTaskError that is also an ins
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from random import Random
 
@@ -227,9 +227,9 @@ class Stream:
         self._process, coordinator = await present()
         self._task = self._process.spawn(self._pump(getattr(coordinator, name)(*args)))
 
-    async def _pump(self, items: AsyncIterator) -> None:
+    async def _pump(self, opening: Awaitable[AsyncIterator]) -> None:
         try:
-            async for item in items:
+            async for item in await opening:
                 self._items.put_nowait(item)
             self._items.put_nowait(StopAsyncIteration())
         except Exception as error:  # noqa: BLE001 - goes to the reader

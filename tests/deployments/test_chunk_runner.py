@@ -91,7 +91,7 @@ def run(answer, of: LiveBatch | None = None):
 
 def write(made) -> None:
     """Appends the tokens to their sample, as the coordinator's loop does."""
-    made.sample.append(made.start, made.result, made.replica_id, made.weights_digest, made.adapter_digest)
+    made.sample.append(made.start.start, made.result, made.start.replica_id, *made.digests)
 
 
 def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():

@@ -18,6 +18,21 @@ from tailrace.deployments.messages.errors import ChunkNotTaken, ReplicaLost
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
 
+class End(NumberedEnd):
+    """The other end of a line, by hand."""
+
+    def __init__(self, encode: Callable = encode):
+        self.frames: list[bytes] = []
+        super().__init__(encode, decode, self.frames.append)
+
+    def frame(self, message: Message, numbered: bool = False) -> bytes:
+        if numbered:
+            self.send(message, 0.0)
+        else:
+            self.send_once(message)
+        return self.frames.pop()
+
+
 class Listener:
     """A coordinator's socket. `waiting`: frames that come once the socket is read."""
 
@@ -44,7 +59,7 @@ class Coordinator:
         self.changes = 0
         self.lines = CoordinatorLines(self._listen, self._changed, "nonce")
         self.sessions: dict[str, str] = {}
-        self.ends: dict[str, NumberedEnd] = {}
+        self.ends: dict[str, End] = {}
 
     def _listen(self, take) -> Listener:
         self.socket = Listener(take)
@@ -54,13 +69,11 @@ class Coordinator:
         self.changes += 1
 
     def open(self, name: str = "r1") -> None:
-        self.sessions[name], self.ends[name] = self.lines.open(name), NumberedEnd()
+        self.sessions[name], self.ends[name] = self.lines.open(name), End()
 
     def frame(self, message: Message, name: str = "r1") -> tuple[str, bytes]:
         """Of an engine: a chunk's end is numbered, a report is not."""
-        payload, end = encode(message), self.ends[name]
-        numbered = isinstance(message, ChunkEnded)
-        return self.sessions[name], end.numbered(payload, 0.0)[1] if numbered else end.frame(payload)
+        return self.sessions[name], self.ends[name].frame(message, isinstance(message, ChunkEnded))
 
     def come(self, message: Message, name: str = "r1") -> None:
         self.socket.take(*self.frame(message, name))
@@ -73,8 +86,8 @@ class Coordinator:
         """The messages that an engine takes of all that was sent to it since the last look."""
         mine = [frame for session, frame in self.socket.sent if session == self.sessions[name]]
         self.socket.sent = [sent for sent in self.socket.sent if sent[0] != self.sessions[name]]
-        payloads = [self.ends[name].take(frame, 0.0) for frame in mine]
-        return [decode(payload) for payload in payloads if payload is not None]
+        messages = [self.ends[name].take(frame, 0.0) for frame in mine]
+        return [message for message in messages if message is not None]
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:
@@ -258,8 +271,8 @@ def test_frames_that_cannot_be_read_are_counted_by_replica():
         coordinator.open()
         coordinator.open("r2")
         coordinator.socket.take(coordinator.sessions["r1"], b"short")
-        coordinator.socket.take(coordinator.sessions["r1"], NumberedEnd().frame(b"\x63no kind"))
-        coordinator.socket.take(coordinator.sessions["r2"], NumberedEnd().frame(b""))
+        coordinator.socket.take(coordinator.sessions["r1"], End(bytes).frame(b"\x63no kind"))
+        coordinator.socket.take(coordinator.sessions["r2"], End(bytes).frame(b""))
         assert coordinator.lines.bad_frames == {"r1": 2, "r2": 1}
 
     play(story)
@@ -327,7 +340,7 @@ class Dialled:
     """An engine's socket: a coordinator's end by hand."""
 
     def __init__(self, take: Callable[[bytes], None]):
-        self.take, self.end, self.sent, self.closes = take, NumberedEnd(), [], 0
+        self.take, self.end, self.sent, self.closes = take, End(), [], 0
 
     def send(self, frame: bytes) -> None:
         self.sent.append(frame)
@@ -336,8 +349,7 @@ class Dialled:
         self.closes += 1
 
     def come(self, message: Message) -> None:
-        payload = encode(message)
-        self.take(self.end.frame(payload) if isinstance(message, Pulse) else self.end.numbered(payload, 0.0)[1])
+        self.take(self.end.frame(message, numbered=not isinstance(message, Pulse)))
 
 
 class Held:

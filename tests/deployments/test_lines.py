@@ -239,12 +239,12 @@ def test_a_line_heals_after_its_connection_has_broken(monkeypatch):
 
     async def story(setting):
         socket, frames = setting.line._socket, []
-        send = socket.send
-        socket.send = frames.append  # nothing arrives
+        send = socket._send
+        socket._send = frames.extend  # nothing arrives
         call = asyncio.ensure_future(setting.lines.run("r1", CHUNK))
         while not any(b"ChunkEnded" in frame for frame in frames):
             await asyncio.sleep(0.01)
-        socket.send = send
+        socket._send = send
         assert (await asyncio.wait_for(call, 60)).chunk_id == CHUNK.chunk_id
         assert len(setting.engine.chunks) == 1, "the chunk ran once"
 

@@ -148,24 +148,26 @@ def test_a_chunk_s_plan_is_what_vllm_is_asked_for(setting, fields, wish):
     assert setting.client.wish(chunk_of(**fields)) == wish
 
 
-def test_a_result_is_released_once_when_its_saves_have_ended_or_are_late_and_not_before(setting):
+def test_a_chunk_is_named_once_when_its_saves_have_ended_or_are_late_and_not_before(setting):
     client = setting.client
-    assert not client.busy and client.release() == []
+    assert client.saved() == []
     for name in ("a", "b", "c"):
         setting.connector.traffic[name] = traffic()
-        client.hold(name, chunk_of(chunk_id=f"chunk {name}"), result_of())
-    assert client.busy and client.held_tokens() == {"chunk a": 5, "chunk b": 5, "chunk c": 5}
+        client.save(f"chunk {name}", name)
     setting.now_s += 0.5
     setting.connector.traffic["d"] = traffic()
-    client.hold("d", chunk_of(chunk_id="chunk d"), result_of())
-    assert client.release() == []
+    client.save("chunk d", "d")
+    assert client.saved() == []
     setting.connector.settled_ids = {"b"}
-    assert [name for name, _ in client.release()] == ["chunk b"] and client.release() == []
+    assert client.saved() == ["chunk b"] and client.saved() == []
+    client.fields("b", chunk_of(), result_of())
     setting.now_s += 0.5
-    assert client.release() == [], "a second is not over"
+    assert client.saved() == [], "a second is not over"
     setting.now_s += 0.25
-    assert [name for name, _ in client.release()] == ["chunk a", "chunk c"]
-    assert setting.connector.taken == ["b", "a", "c"] and list(client.held_tokens()) == ["chunk d"]
+    assert client.saved() == ["chunk a", "chunk c"]
+    for name in ("a", "c"):
+        client.fields(name, chunk_of(), result_of())
+    assert setting.connector.taken == ["b", "a", "c"]
     counts = client.counts()
     assert counts["save_late"] == 2 and counts["hold_ms.512"] == 1 and counts["hold_ms.2048"] == 2
     client.forget("d")
@@ -186,9 +188,10 @@ def test_a_result_is_released_once_when_its_saves_have_ended_or_are_late_and_not
 )
 def test_tokens_are_counted_by_where_their_kv_came_from(setting, context, computed, found, cause, pulled):
     setting.connector.traffic["r"], setting.connector.settled_ids = found, {"r"}
-    setting.client.hold("r", chunk_of(context), result_of(computed_tokens=computed))
-    ((_, result),) = setting.client.release()
-    assert (result.recompute_cause, result.pulled_tokens, result.kv_names) == (cause, pulled, b"abcd")
+    fields = setting.client.fields("r", chunk_of(context), result_of(computed_tokens=computed))
+    assert fields == {
+        "pulled_tokens": pulled, "stored_tokens": 0, "kv_names": b"abcd", "recompute_cause": cause
+    }  # fmt: skip
     counts = setting.client.counts()
     assert counts.get("local_tokens", 0) == 7 - pulled and counts.get("pool_tokens", 0) == pulled
     assert counts["hit.local"] == 3 and not counts.get("save_late")
@@ -200,8 +203,7 @@ def test_tokens_are_counted_by_where_their_kv_came_from(setting, context, comput
 @pytest.mark.parametrize(("saved", "stored"), [(0, 0), (16, 16), (17, 17), (40, 17)])
 def test_no_more_tokens_are_stored_than_the_chunk_has(setting, saved, stored):
     setting.connector.traffic["r"], setting.connector.settled_ids = traffic(saved=saved), {"r"}
-    setting.client.hold("r", chunk_of(12), result_of())
-    assert setting.client.release()[0][1].stored_tokens == stored
+    assert setting.client.fields("r", chunk_of(12), result_of())["stored_tokens"] == stored
 
 
 def test_prompts_and_pulls_are_measured_where_they_were(setting):

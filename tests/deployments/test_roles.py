@@ -87,8 +87,8 @@ class Ingress:
     passed_read = Passed(Role.EVALUATOR, lambda me: partial(me.read, Role.TRAINER), is_stream=True)
 
 
-async def all_of(items) -> list:
-    return [item async for item in items]
+async def all_of(opening) -> list:
+    return [item async for item in await opening]
 
 
 @pytest.mark.parametrize("name", ["write", "passed_write", "passed_put"])
@@ -117,7 +117,7 @@ def test_a_stream_yields_its_items_or_the_refusal_alone(role, name):
 @pytest.mark.parametrize("name", ["read", "passed_read"])
 def test_closing_a_guarded_stream_closes_the_one_inside(name):
     async def leave(ingress: Ingress) -> None:
-        items = getattr(ingress, name)(Role.TRAINER, 10)
+        items = await getattr(ingress, name)(Role.TRAINER, 10)
         assert await anext(items) == 0
         await items.aclose()
         assert ingress.closed

@@ -112,9 +112,7 @@ class Link:
     key_prefixes, token_bytes, scheduled = ("p",), 10, (4, 1)
 
     def __init__(self, engine, save_deadline_s, performance):
-        self.held, self.forgone, self.forgotten, self.ready, self.steps = [], [], [], [], []
-
-    busy = False
+        self.saving, self.forgone, self.forgotten, self.ready, self.steps = [], [], [], [], []
 
     def wish(self, chunk) -> dict:
         return {"wish": chunk.chunk_id}
@@ -125,18 +123,18 @@ class Link:
     def forget(self, request_id) -> None:
         self.forgotten.append(request_id)
 
-    def hold(self, request_id, chunk, result) -> None:
-        self.held.append((request_id, chunk.chunk_id, result))
+    def save(self, chunk_id, request_id) -> None:
+        self.saving.append((chunk_id, request_id))
 
     def after_step(self, took_s, scheduled, decodes, now_s) -> None:
         self.steps.append(decodes)
 
-    def release(self) -> list:
+    def saved(self) -> list:
         ready, self.ready = self.ready, []
         return ready
 
-    def held_tokens(self) -> dict:
-        return {chunk_id: len(result.token_ids) for _, chunk_id, result in self.held}
+    def fields(self, request_id, chunk, result) -> dict:
+        return {"kv_names": f"{request_id} {chunk.chunk_id} {len(result.token_ids)}".encode()}
 
     def counts(self) -> dict:
         return {"hit.local": 3}
@@ -290,33 +288,35 @@ def test_a_stop_text_ends_a_chunk_with_the_token_that_completes_it(engine):
     ids = {name: request.request_id for name, *_, request in engine.requests}
     run(one, engine, [out("a", *letters("END!")), out("b", *letters("END!")), out("c", *letters("no"))])
     assert one._requests.aborted == [ids["a"], ids["b"]] and one._link.forgone == [ids["b"]]
-    assert [(name, text_of(result.token_ids), result.end) for _, name, result in one._link.held] == [
-        ("a", "END", ChunkEnd.STOP), ("b", "END", ChunkEnd.STOP)
-    ]  # fmt: skip
+    assert one._link.saving == [("a", ids["a"]), ("b", ids["b"])]
     run(one, engine, [out("c", *letters("EN"))], [out("c", *letters("D"), reason="length")])
     assert len(one._requests.aborted) == 2, "vLLM has ended it"
-    assert one._link.held[-1][2].end is ChunkEnd.STOP
+    one._link.ready = ["a", "b", "c"]
+    ended = run(one, engine, [])
+    assert [(name, text_of(result.token_ids), result.end) for name, result in ended] == [
+        ("a", "END", ChunkEnd.STOP), ("b", "END", ChunkEnd.STOP), ("c", "noEND", ChunkEnd.STOP)
+    ]  # fmt: skip
 
 
-def test_with_a_pool_results_wait_for_their_saves_and_are_released_as_they_are(engine):
+def test_with_a_pool_results_wait_for_their_saves_and_then_say_what_the_pool_knows(engine):
     one = made(pool=True)
     one.add(chunk("a"), 1.0)
     one.add(chunk("b"), 1.0)
     assert [kv for *_, kv, _, _ in engine.requests] == [{"wish": "a"}, {"wish": "b"}]
     assert run(one, engine, [out("a", 1, reason="length")]) == []
-    ((_, name, result),) = one._link.held
-    assert name == "a" and one.stats().running == {"b": 0, "a": 1} and one.stats().kv_counts == {"hit.local": 3}
-    one._link.ready = [("a", result)]
-    assert run(one, engine, [out("b", 1)]) == [("a", result)]
+    assert one._link.saving == [("a", "a/0")]
+    assert one.stats().running == {"b": 0, "a": 1} and one.stats().kv_counts == {"hit.local": 3}
+    one._link.ready = ["a"]
+    ((name, result),) = run(one, engine, [out("b", 1)])
+    assert (name, result.token_ids.tolist(), result.end, result.kv_names) == ("a", [1], ChunkEnd.LENGTH, b"a/0 a 1")
     assert run(one, engine, [out("b", 2)]) == [] and one._link.steps == [False, False, True]
     one.abort("b", keep_kv=True)
-    assert one._link.forgone == [] and one._link.held[-1][1] == "b"
-    one._link.busy = True
-    assert one.busy
+    assert one._link.forgone == [] and one._link.saving[-1][0] == "b" and one.busy
     one.rejoin_pool("10.0.0.3:1")
     assert one._link.address == "10.0.0.3:1"
-    one._link.busy = False
-    assert not one.busy
+    one._link.ready = ["b"]
+    ((name, result),) = run(one, engine, [])
+    assert (name, result.end) == ("b", ChunkEnd.ABORTED) and not one.busy
 
 
 def test_a_chunk_without_a_distribution_or_with_a_strange_end_has_no_result(engine):
@@ -328,7 +328,7 @@ def test_a_chunk_without_a_distribution_or_with_a_strange_end_has_no_result(engi
     engine.token_logprob = float("nan")
     ((name, error),) = run(one, engine, [out("a", 1, reason="length")])
     assert name == "a" and "the model's logits are no numbers" in str(error)
-    assert one._link.held == [] and len(one._link.forgotten) == 2 and not one.busy
+    assert one._link.saving == [] and len(one._link.forgotten) == 2 and not one.busy
 
 
 def test_preemptions_of_chunks_that_have_ended_stay_counted(engine):
@@ -529,4 +529,4 @@ def test_a_raising_step_with_a_pool_saves_nothing_of_it(engine, monkeypatch):
     assert one._link.forgone == ["a/0"] and one._link.forgotten == ["a/0"] and one._requests.aborted == ["a/0"]
     run(one, engine, [out("a", 1, reason="length")])
     assert engine.requests[-1][3] == redraws.NO_POOL, "the chunk has no plan"
-    assert one._link.held[-1][1] == "a"
+    assert one._link.saving[-1][0] == "a"

@@ -128,10 +128,13 @@ class AccountedCoordinator:
         return getattr(self._coordinator, name)
 
     async def rollout(self, role, message, driver, have) -> AsyncIterator:
+        return self._rolled_out(role, message, driver, have)
+
+    async def _rolled_out(self, role, message, driver, have) -> AsyncIterator:
         known = checked(RolloutBatch, message)
         named = () if isinstance(known, Rejected) else known.groups
         with self._account.of((getattr(known, "batch_id", None),), {one.prompt_id: one for one in named}) as call:
-            async with aclosing(self._coordinator.rollout(role, message, driver, have)) as items:
+            async with aclosing(await self._coordinator.rollout(role, message, driver, have)) as items:
                 async for item in items:
                     call.take(item)
                     yield item
@@ -143,8 +146,11 @@ class AccountedCoordinator:
             return answer
 
     async def stream_sample(self, role, settings, request) -> AsyncIterator:
+        return self._streamed(role, settings, request)
+
+    async def _streamed(self, role, settings, request) -> AsyncIterator:
         with self._of_sample(settings, request) as call:
-            async with aclosing(self._coordinator.stream_sample(role, settings, request)) as items:
+            async with aclosing(await self._coordinator.stream_sample(role, settings, request)) as items:
                 async for item in items:
                     if isinstance(item, Rejected) or item.answer is not None:
                         call.take(item)

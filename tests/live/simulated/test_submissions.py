@@ -77,11 +77,9 @@ def test_tokens_are_written_if_the_core_counts_their_chunk_and_not_if_another_co
         made = MadeTokens(
             batch=SimpleNamespace(progress_s=0.0),
             sample=SimpleNamespace(append=lambda *_: written.append("tokens")),
-            start=0,
+            start=SimpleNamespace(start=0, replica_id="r"),
             result=SimpleNamespace(weights_version=0, token_ids=(), pulled_tokens=0),
-            replica_id="r",
-            weights_digest="",
-            adapter_digest="",
+            digests=("", ""),
         )
         finished = ChunkFinished(rollouts.loop.now(), "c", 0, ChunkEnd.LENGTH, 0)
         for counts, expected in ((False, []), (True, ["tokens"])):
