@@ -148,8 +148,10 @@ def constants() -> dict[str, tuple[str, str]]:
 
 
 def counts(sections: dict) -> list[str]:
-    rows = [f"| {title} | {len(rows)} |" for title, rows in sections.items()]
-    rows += [f"| all | {sum(map(len, sections.values()))} |", f"| knobs of policies | {len(knobs())} |"]
+    """The number of keys of each section that one file can have: `replicas` is a number, or it holds `min` and `max`."""
+    numbers = {title: sum(f"{key}.min" not in rows for key in rows) for title, rows in sections.items()}
+    rows = [f"| {title} | {number} |" for title, number in numbers.items()]
+    rows += [f"| all | {sum(numbers.values())} |", f"| knobs of policies | {len(knobs())} |"]
     return ["| section | keys |", "|---|---|", *rows, ""]
 
 
@@ -173,7 +175,8 @@ ABOUT_KEYS = (
     "errors, and so are keys of older versions: the line says what to write instead. `tailrace schema` prints the",
     "JSON schema. `vllm_args`, `runtime_env` and `ray_actor_options` are passed on to vLLM and Ray, and other",
     "applications of a file to Serve. What may change without a restart is in `user_config` of the Coordinator; a",
-    "change of `args` restarts the application. The table counts every key that holds no others.",
+    "change of `args` restarts the application. The table counts every key that holds no others; `replicas`",
+    "counts by its longer form.",
 )
 
 ABOUT_CONSTANTS = (
