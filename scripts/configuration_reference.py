@@ -148,7 +148,7 @@ def constants() -> dict[str, tuple[str, str]]:
 
 
 def counts(sections: dict) -> list[str]:
-    """The number of keys of each section that one file can have: `replicas` is a number, or it holds `min` and `max`."""
+    """The keys of each section that one file can have: `replicas` is a number, or it holds `min` and `max`."""
     numbers = {title: sum(f"{key}.min" not in rows for key in rows) for title, rows in sections.items()}
     rows = [f"| {title} | {number} |" for title, number in numbers.items()]
     rows += [f"| all | {sum(numbers.values())} |", f"| knobs of policies | {len(knobs())} |"]
