@@ -18,7 +18,8 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineCon
 
 pytestmark = pytest.mark.live
 
-TOKENS = 24
+TOKENS = 8
+"""Of an answer. PyTorch's product of FP8 matrices takes 0.2 s a step on a CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def answers(engine: EngineRunner, version: int) -> list[list[int]]:
     """Samples, each alone: steps of one shape have the same bits."""
     found = []
     for sample in range(3):
-        box, prompt = Queue(), np.arange(100 + sample, 140, dtype=np.int32)
+        box, prompt = Queue(), np.arange(100 + sample, 112, dtype=np.int32)
         given = sample_key(7, 0, "p", sample), prompt, len(prompt), TOKENS, SamplingParams(ignore_eos=True), version
         engine.submit(ChunkRequest(f"{sample}/{version}", *given), box.put)
         result = box.get(timeout=60)
