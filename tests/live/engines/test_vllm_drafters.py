@@ -132,7 +132,7 @@ def test_they_draft_beside_the_groups_index(drafters):
     assert methods == ("group", "history", "ngram", "vllm")
 
 
-@pytest.mark.parametrize("name", ["draft_model", "mtp"])
+@pytest.mark.parametrize("name", [pytest.param("draft_model", marks=pytest.mark.long), "mtp"])
 def test_the_second_runner_carries_them(drafters, name):
     model, drafter = drafters[name]
     wanted, _ = results_of(config_of(model, None), 8)
