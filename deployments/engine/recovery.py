@@ -22,7 +22,7 @@ PROBE_TOKENS = 8
 
 
 class Recovery:
-    """`possible`: returns the number of tokens that a step may make for a chunk. `link`: the pool's client, or None.
+    """`possible`: maximum number of tokens that a step makes for a chunk. `pool`: the pool's client, or None.
 
     `forget`: drops the records of an ended vLLM request, by vLLM's id. `restart`: takes a chunk and its new request.
     """
@@ -32,12 +32,12 @@ class Recovery:
         engine,
         requests: Requests,
         redraws: Redraws,
-        link,
+        pool,
         possible: int,
         forget: Callable[[str], None],
         restart: Callable[[EngineChunk, object], None],
     ):
-        self._engine, self._requests, self._redraws, self._link = engine, requests, redraws, link
+        self._engine, self._requests, self._redraws, self._pool = engine, requests, redraws, pool
         self._possible, self._forget, self._restart = possible, forget, restart
         self._core = engine.engine_core.engine_core
         self._states = engine.output_processor.request_states
@@ -97,8 +97,8 @@ class Recovery:
     def _clear(self, tried: list[EngineChunk]) -> None:
         scheduler = self._core.scheduler
         left_over = {name for names in self._engine.collective_rpc("begin_again") for name in names}
-        if self._link is not None:
-            scheduler.finished_recving_kv_req_ids |= self._link.begin_again()  # so that their blocks are freed
+        if self._pool is not None:
+            scheduler.finished_recving_kv_req_ids |= self._pool.begin_again()  # so that their blocks are freed
         for request_id in scheduler.requests:
             for blocks in scheduler.kv_cache_manager.get_block_ids(request_id):
                 scheduler.kv_cache_manager.evict_blocks(set(blocks))
@@ -115,8 +115,8 @@ class Recovery:
     def _withdraw(self, running: EngineChunk) -> None:
         """Withdraws a chunk's request from vLLM; its KV is not saved."""
         running.redrawn = {at: record for at, record in running.redrawn.items() if at < len(running.token_ids)}
-        if self._link is not None:
-            self._link.forgo(running.request_id)
+        if self._pool is not None:
+            self._pool.forgo(running.request_id)
         self._requests.abort(running.request_id)
         self._redraws.keep(running, len(running.token_ids))
         self._forget(running.request_id)

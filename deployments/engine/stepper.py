@@ -51,7 +51,7 @@ class Stepper:
     ):
         began_s, self._engine = time.monotonic(), launch(config, rank, pool, config.runs_ahead)
         self._outputs = StepOutputs(self._engine)
-        self._pace = StepPace(self._outputs, time.monotonic, lambda: self._link.scheduled if self._link else (0, 0))
+        self._pace = StepPace(self._outputs, time.monotonic, lambda: self._pool.scheduled if self._pool else (0, 0))
         self.weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
@@ -70,7 +70,7 @@ class Stepper:
             "max_loras": self.adapters.slots, "keeps_routes": config.keeps_routes,
             "draft_tokens": config.draft_tokens,
         }  # fmt: skip
-        self._performance, self._link, self._drafts = PerformanceEstimator(), None, None
+        self._performance, self._pool, self._drafts = PerformanceEstimator(), None, None
         if config.draft.drafts:
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
@@ -84,11 +84,11 @@ class Stepper:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
             from tailrace.deployments.engine.pool_client import PoolClient
 
-            self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._performance)
-            self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
+            self._pool = PoolClient(self._engine, pool.config.save_deadline_s, self._performance)
+            self._constant |= {"key_prefixes": self._pool.key_prefixes, "token_bytes": self._pool.token_bytes}
         self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
         possible = (DEPTH if config.runs_ahead else 1) * (1 + config.draft_tokens)
-        parts = self._requests, self._redraws, self._link, possible
+        parts = self._requests, self._redraws, self._pool, possible
         self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
         self._suspects = self._recovery.suspects
         warmup.warm_up(self, config.max_running, config.draft_tokens)
@@ -125,7 +125,7 @@ class Stepper:
 
     def _begin(self, chunk: ChunkRequest, submitted_s: float) -> None:
         self.adapters.take(chunk)
-        kv = self._link.wish(chunk) if self._link is not None else None
+        kv = self._pool.wish(chunk) if self._pool is not None else None
         try:
             request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, kv)
         except Exception:  # after any error its adapter must be free again
@@ -152,8 +152,8 @@ class Stepper:
 
     def _leave(self, running: EngineChunk, keep_kv: bool) -> None:
         """Ends a chunk's request in vLLM."""
-        if self._link is not None and not keep_kv:
-            self._link.forgo(running.request_id)
+        if self._pool is not None and not keep_kv:
+            self._pool.forgo(running.request_id)
         self._requests.abort(running.request_id)
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
@@ -231,9 +231,9 @@ class Stepper:
         if not (outputs or self._pace.computing):
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         drafts_pay = self._drafts is not None and self._drafts.propose(self._pace.drafts_in_flight)
-        if self._link is not None:
-            self._link.after_step(took_s, work.scheduled, work.verified_tokens > 0, now_s)
-            self._ended += map(self._complete, self._link.saved())
+        if self._pool is not None:
+            self._pool.after_step(took_s, work.scheduled, work.verified_tokens > 0, now_s)
+            self._ended += map(self._complete, self._pool.saved())
         self._pace.leave(drafts_pay, bool(self._running))
         return made
 
@@ -272,8 +272,8 @@ class Stepper:
     def _forget(self, request_id: str) -> None:
         """Drops the records of an ended request."""
         self._engine.collective_rpc("take_record", args=(request_id, 0, 0))
-        if self._link is not None:
-            self._link.forget(request_id)
+        if self._pool is not None:
+            self._pool.forget(request_id)
 
     def _replace(self, chunk_id: str, request) -> None:
         self._past_preemptions += self._running[chunk_id].request.num_preemptions
@@ -295,19 +295,19 @@ class Stepper:
 
     def _hand_over(self, running: EngineChunk, result: ChunkResult | Exception) -> None:
         """Returns a result from the next `step`; with a pool, once the saves of its KV have ended."""
-        chunk_id, has_kv = running.chunk.chunk_id, self._link is not None and not running.is_out
+        chunk_id, has_kv = running.chunk.chunk_id, self._pool is not None and not running.is_out
         if has_kv and isinstance(result, ChunkResult):
             self._saving[chunk_id] = running, result
-            self._link.save(chunk_id, running.request_id)
+            self._pool.save(chunk_id, running.request_id)
             return
         if has_kv:
-            self._link.forget(running.request_id)
+            self._pool.forget(running.request_id)
         self._ended.append((chunk_id, result))
 
     def _complete(self, chunk_id: str) -> tuple[str, ChunkResult]:
         """Returns the result of a chunk whose KV is saved."""
         running, result = self._saving.pop(chunk_id)
-        return chunk_id, replace(result, **self._link.fields(running.request_id, running.chunk, result))
+        return chunk_id, replace(result, **self._pool.fields(running.request_id, running.chunk, result))
 
     def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult | Exception:
         """Closes a chunk; returns its result, or why it has none. `goes_on`: its sample may have another chunk here."""
@@ -329,7 +329,7 @@ class Stepper:
 
     def rejoin_pool(self, master_address: str) -> None:
         """Connects to the pool's master at another address. Raises RuntimeError if it does not answer."""
-        self._link.rejoin(master_address)
+        self._pool.rejoin(master_address)
 
     def peek(self, chunk_id: str) -> np.ndarray:
         """Returns the tokens that a chunk has made so far, int32; none if it does not run."""
@@ -338,14 +338,14 @@ class Stepper:
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""
-        link, drafts = self._link, self._drafts
+        pool, drafts = self._pool, self._drafts
         tokens = {chunk_id: len(chunk.token_ids) for chunk_id, chunk in self._running.items()}
         tokens |= {chunk_id: len(result.token_ids) for chunk_id, (_, result) in self._saving.items()}
         tokens |= dict.fromkeys(self.adapters.waiting(), 0)
         of_drafts, at_s = {"methods": drafts.methods} if drafts else {}, time.time()
         return EngineStats(
             **self._constant | of_drafts | self.weights.report(),
-            kv_counts=link.counts() if link else {},
+            kv_counts=pool.counts() if pool else {},
             adapters=self.adapters.known(),
             observed_at=at_s,
             steps=self._pace.counts["steps"],

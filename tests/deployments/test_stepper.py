@@ -106,7 +106,7 @@ class Outputs:
         return now
 
 
-class Link:
+class Pool:
     """The pool's client. `ready`: results that it releases at the next step."""
 
     key_prefixes, token_bytes, scheduled = ("p",), 10, (4, 1)
@@ -172,7 +172,7 @@ def engine(monkeypatch) -> Engine:
         return clock[0]
 
     pool_client = ModuleType("tailrace.deployments.engine.pool_client")
-    pool_client.PoolClient = Link
+    pool_client.PoolClient = Pool
     monkeypatch.setitem(sys.modules, pool_client.__name__, pool_client)
     monkeypatch.setattr(engine_weights, "weights_digest", lambda folder: "ab")
     monkeypatch.setattr(redraws, "alone", lambda scheduler: nullcontext())
@@ -287,11 +287,11 @@ def test_a_stop_text_ends_a_chunk_with_the_token_that_completes_it(engine):
         one.add(chunk(name, sampling=sampling, kv=plan, weights_digest="ab"), 1.0)
     ids = {name: request.request_id for name, *_, request in engine.requests}
     run(one, engine, [out("a", *letters("END!")), out("b", *letters("END!")), out("c", *letters("no"))])
-    assert one._requests.aborted == [ids["a"], ids["b"]] and one._link.forgone == [ids["b"]]
-    assert one._link.saving == [("a", ids["a"]), ("b", ids["b"])]
+    assert one._requests.aborted == [ids["a"], ids["b"]] and one._pool.forgone == [ids["b"]]
+    assert one._pool.saving == [("a", ids["a"]), ("b", ids["b"])]
     run(one, engine, [out("c", *letters("EN"))], [out("c", *letters("D"), reason="length")])
     assert len(one._requests.aborted) == 2, "vLLM has ended it"
-    one._link.ready = ["a", "b", "c"]
+    one._pool.ready = ["a", "b", "c"]
     ended = run(one, engine, [])
     assert [(name, text_of(result.token_ids), result.end) for name, result in ended] == [
         ("a", "END", ChunkEnd.STOP), ("b", "END", ChunkEnd.STOP), ("c", "noEND", ChunkEnd.STOP)
@@ -304,17 +304,17 @@ def test_with_a_pool_results_wait_for_their_saves_and_then_say_what_the_pool_kno
     one.add(chunk("b"), 1.0)
     assert [kv for *_, kv, _, _ in engine.requests] == [{"wish": "a"}, {"wish": "b"}]
     assert run(one, engine, [out("a", 1, reason="length")]) == []
-    assert one._link.saving == [("a", "a/0")]
+    assert one._pool.saving == [("a", "a/0")]
     assert one.stats().running == {"b": 0, "a": 1} and one.stats().kv_counts == {"hit.local": 3}
-    one._link.ready = ["a"]
+    one._pool.ready = ["a"]
     ((name, result),) = run(one, engine, [out("b", 1)])
     assert (name, result.token_ids.tolist(), result.end, result.kv_names) == ("a", [1], ChunkEnd.LENGTH, b"a/0 a 1")
-    assert run(one, engine, [out("b", 2)]) == [] and one._link.steps == [False, False, True]
+    assert run(one, engine, [out("b", 2)]) == [] and one._pool.steps == [False, False, True]
     one.abort("b", keep_kv=True)
-    assert one._link.forgone == [] and one._link.saving[-1][0] == "b" and one.busy
+    assert one._pool.forgone == [] and one._pool.saving[-1][0] == "b" and one.busy
     one.rejoin_pool("10.0.0.3:1")
-    assert one._link.address == "10.0.0.3:1"
-    one._link.ready = ["b"]
+    assert one._pool.address == "10.0.0.3:1"
+    one._pool.ready = ["b"]
     ((name, result),) = run(one, engine, [])
     assert (name, result.end) == ("b", ChunkEnd.ABORTED) and not one.busy
 
@@ -328,7 +328,7 @@ def test_a_chunk_without_a_distribution_or_with_a_strange_end_has_no_result(engi
     engine.token_logprob = float("nan")
     ((name, error),) = run(one, engine, [out("a", 1, reason="length")])
     assert name == "a" and "the model's logits are no numbers" in str(error)
-    assert one._link.saving == [] and len(one._link.forgotten) == 2 and not one.busy
+    assert one._pool.saving == [] and len(one._pool.forgotten) == 2 and not one.busy
 
 
 def test_preemptions_of_chunks_that_have_ended_stay_counted(engine):
@@ -521,12 +521,12 @@ def test_an_idle_engine_may_raise_once(engine):
 
 def test_a_raising_step_with_a_pool_saves_nothing_of_it(engine, monkeypatch):
     one = made(pool=True)
-    one._link.begin_again = set
+    one._pool.begin_again = set
     scheduler = engine.engine_core.engine_core.scheduler
     scheduler.finished_recving_kv_req_ids = set()
     one.add(chunk("a"), 1.0)
     run(one, engine, RuntimeError("once"))
-    assert one._link.forgone == ["a/0"] and one._link.forgotten == ["a/0"] and one._requests.aborted == ["a/0"]
+    assert one._pool.forgone == ["a/0"] and one._pool.forgotten == ["a/0"] and one._requests.aborted == ["a/0"]
     run(one, engine, [out("a", 1, reason="length")])
     assert engine.requests[-1][3] == redraws.NO_POOL, "the chunk has no plan"
-    assert one._link.saving[-1][0] == "a"
+    assert one._pool.saving[-1][0] == "a"

@@ -83,7 +83,7 @@ def around_ours(parts: StepParts, stepper) -> None:
     parts.wrap(runner.sampler.records, "records", "slots", "write", "write_more")
     parts.wrap(stepper, "stepper", "step")
     parts.wrap(stepper, "stats", "stats")
-    if stepper._link is not None:
+    if stepper._pool is not None:
         _around_pool(parts, stepper)
     drafts = stepper._drafts
     if drafts is not None:
@@ -94,7 +94,7 @@ def around_ours(parts: StepParts, stepper) -> None:
 def _around_pool(parts: StepParts, stepper) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    parts.wrap(stepper._link, "pool", "after_step", "release", "counts")
+    parts.wrap(stepper._pool, "pool", "after_step", "saved", "fields", "counts")
     parts.wrap(stepper._scheduler.connector, "pool", "build_connector_meta", "update_connector_output")
     for_step = "bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results"
     after_step = "get_block_ids_with_load_errors", "get_kv_connector_stats", "build_connector_worker_meta"

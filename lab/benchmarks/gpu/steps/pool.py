@@ -103,7 +103,7 @@ class MovedSamples:
             "pulled_tokens": moved.pulled_tokens,
             "computed_tokens": moved.computed_tokens,
             "cause": moved.recompute_cause,
-            "pulled_mib": moved.pulled_tokens * stepper._link.token_bytes / 2**20,
+            "pulled_mib": moved.pulled_tokens * stepper._pool.token_bytes / 2**20,
             "same_tokens": all(each == tokens[0] for each in tokens),
         }
 
