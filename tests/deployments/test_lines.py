@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -105,6 +106,16 @@ def test_a_chunk_goes_out_and_its_end_comes_back():
         assert not setting.lines.is_busy("r1")
 
     run(story)
+
+
+def test_a_result_that_no_line_carries_ends_its_chunk_with_the_reason():
+    async def story(setting):
+        with pytest.raises(ChunkError, match="object is not carried by a socket"):
+            await setting.lines.run("r1", CHUNK)
+        setting.engine.result = RESULT
+        assert (await setting.lines.run("r1", CHUNK)).end is RESULT.end, "the line goes on"
+
+    run(story, OneChunkEngine(replace(RESULT, drafts=object())))
 
 
 def test_reports_come_by_themselves_and_a_silent_replica_is_not_heard(monkeypatch):
