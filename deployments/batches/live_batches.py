@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 class KnownWeights(Protocol):
     """Knowledge of the replicas' weights, see `Weights`."""
 
-    async def heard(self) -> None: ...
+    async def reported(self) -> None: ...
 
     def may_have_been(self, version: int, digest: str) -> bool: ...
 
@@ -82,7 +82,7 @@ class LiveBatches:
             submitted_s=self._now(),
         )
         if found := await self._token_log.read(message, delivery.groups):
-            await self._weights.heard()  # a new coordinator may not know the weights yet
+            await self._weights.reported()  # a new coordinator may not know the weights yet
             if refused := batch.resume(found, self._weights.may_have_been):
                 self._token_log.note("other_weights", f"batch {message.batch_id!r}: {refused} records do not fit")
         return batch

@@ -37,7 +37,7 @@ DRIFT = 1e-4
 """Maximum drift between two clocks, in seconds per second."""
 
 
-class Heard(NamedTuple):
+class DatedReport(NamedTuple):
     """A replica's latest report, made at `observed_s` on our clock, plus the line's minimum delay."""
 
     report: EngineStats
@@ -50,9 +50,9 @@ class _Line:
     replica_id: str
     end: NumberedEnd
     calls: dict[str, tuple[asyncio.Future, int]] = field(default_factory=dict)  # by chunk: its end, and Start number
-    heard: Heard | None = None
+    latest: DatedReport | None = None
     offset_s: float = float("inf")  # our clock minus the engine's, at the fastest report
-    heard_s: float = 0.0
+    reported_s: float = 0.0
     pulsed_s: float = float("-inf")
 
 
@@ -105,16 +105,16 @@ class CoordinatorLines:
         line = self._lines.get(replica_id)
         return line is not None and bool(line.calls)
 
-    def heard(self) -> list[Heard]:
+    def reports(self) -> list[DatedReport]:
         """Returns the latest reports of replicas that have reported within SILENT_S, or three intervals if longer."""
         self._socket.read()  # frames that arrived while the loop was busy
         since_s = self._now() - max(SILENT_S, 3 * self.report_s)
-        return [line.heard for line in self._lines.values() if line.heard is not None and line.heard_s >= since_s]
+        return [line.latest for line in self._lines.values() if line.latest is not None and line.reported_s >= since_s]
 
     async def run(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
         """Runs a chunk. Raises ReplicaLost or ChunkError. Cancelling the call aborts the chunk."""
         line = self._lines.get(replica_id)
-        if line is None or line.heard is None:
+        if line is None or line.latest is None:
             raise ChunkNotTaken(f"there is no line to replica {replica_id!r}")
         answer = asyncio.get_running_loop().create_future()
         line.calls[chunk.chunk_id] = answer, line.end.send(frames.Start(chunk), self._now())
@@ -159,16 +159,16 @@ class CoordinatorLines:
             case frames.ChunkFailure(chunk_id, cause, text):
                 _settle(line, chunk_id, ERRORS[cause](text))
             case frames.Report(sent_s, stats):
-                self._hear(line, sent_s, stats)
+                self._take_report(line, sent_s, stats)
 
-    def _hear(self, line: _Line, sent_s: float, stats: EngineStats) -> None:
+    def _take_report(self, line: _Line, sent_s: float, stats: EngineStats) -> None:
         now_s = self._now()
-        line.offset_s = min(line.offset_s + DRIFT * (now_s - line.heard_s), now_s - sent_s)
-        line.heard_s = now_s
+        line.offset_s = min(line.offset_s + DRIFT * (now_s - line.reported_s), now_s - sent_s)
+        line.reported_s = now_s
         observed_s = sent_s + line.offset_s
         if now_s > observed_s + STALE_S or stats.replica_id != line.replica_id:
             return
-        before, line.heard = line.heard, Heard(stats, observed_s)
+        before, line.latest = line.latest, DatedReport(stats, observed_s)
         if before is None or _state(before.report) != _state(stats):
             self._changed()
 

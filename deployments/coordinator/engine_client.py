@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from tailrace.deployments.channel.coordinator_lines import CoordinatorLines, Heard
+from tailrace.deployments.channel.coordinator_lines import CoordinatorLines, DatedReport
 from tailrace.deployments.channel.frames import carries
 from tailrace.deployments.channel.sockets import CoordinatorSocket
 from tailrace.deployments.engine.shared_features import SharedFeatures
@@ -87,9 +87,9 @@ class EngineClient:
         """Seconds between the reports of one replica."""
         return self._lines.report_s
 
-    def heard(self) -> list[Heard]:
+    def reports(self) -> list[DatedReport]:
         """Returns the latest report of each replica that has a line."""
-        return self._lines.heard()
+        return self._lines.reports()
 
     def _running(self) -> dict[str, None]:
         """Running replicas, in an order that does not depend on hashes, so that a simulated run can be repeated."""
@@ -101,9 +101,9 @@ class EngineClient:
         SETTLE_S.
         """
         if not self._settled:
-            heard = {one.report.replica_id for one in self.heard()}
-            all_heard = self._asked and heard.issuperset(self._running())
-            self._settled = all_heard or self._now() > self._began_s + SETTLE_S
+            reported = {one.report.replica_id for one in self.reports()}
+            all_report = self._asked and reported.issuperset(self._running())
+            self._settled = all_report or self._now() > self._began_s + SETTLE_S
         return self._settled
 
     async def follow(self) -> None:

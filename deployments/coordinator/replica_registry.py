@@ -40,7 +40,7 @@ class ReplicaRegistry:
         return list(self.joined.values())
 
     def observe(
-        self, heard: Iterable[tuple[EngineStats, float]], now: float, aside: Mapping[str, str] = MappingProxyType({})
+        self, reports: Iterable[tuple[EngineStats, float]], now: float, aside: Mapping[str, str] = MappingProxyType({})
     ) -> list[Event]:
         """Returns the events that follow from the latest report of each present replica and the time of that report.
 
@@ -49,7 +49,7 @@ class ReplicaRegistry:
         events: list[Event] = []
         present, news = set(), []
         self.renewed = []
-        for report, made_at in heard:
+        for report, made_at in reports:
             if report.replica_id not in aside and self._lost_at.get(report.replica_id, -1.0) < made_at:
                 present.add(report.replica_id)
                 if not self._is_known(report, made_at):

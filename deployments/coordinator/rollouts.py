@@ -138,7 +138,7 @@ class Rollouts:
         )
         self.deliveries.session_loads = self.sessions.loads
         self.trajectories = Trajectories(nonce, loop.now, self.sessions, context and context.reward)
-        self._heard = False  # True once a replica has reported
+        self._reported = False  # True once a replica has reported
         self.contained: Counter[str] = Counter()  # contained errors, by place and kind
         self.unix_s = time.time() - loop.now()  # unix seconds at the clock's 0
         self.logs = Logs(self.batches, self.trails, lambda: self.core, loop.now, unix_s=self.unix_s, peek=engines.peek)
@@ -251,20 +251,22 @@ class Rollouts:
     async def _look_at_replicas(self) -> None:
         if not self._engines.settled:
             return
-        heard = self._engines.heard()
-        reports = [one.report for one in heard]
-        if reports and not self._heard and self.core_holder.finishes:  # the core knows no replica of older weights yet
+        dated = self._engines.reports()
+        reports = [one.report for one in dated]
+        if (
+            reports and not self._reported and self.core_holder.finishes
+        ):  # the core knows no replica of older weights
             await self.weights.find(reports, self.token_log)
             self._observe_now(ev.WeightsChanged(self.loop.now(), self.weights.version))
         self.weights.observe(reports)
         refuse_waiting(self.weights, self.batches, self.sessions, self._cancel)
         calls = self.adapters.observe(reports)
-        for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):
+        for call in calls + self.sleep.look(reports, first=bool(reports) and not self._reported):
             self.loop.spawn(call)
-        self._heard = self._heard or bool(reports)
+        self._reported = self._reported or bool(reports)
         self.loop.looked.set()
         self._follow_weights()
-        known = [(self.weights.known(report), observed_s - self.loop.began_s) for report, observed_s in heard]
+        known = [(self.weights.known(report), observed_s - self.loop.began_s) for report, observed_s in dated]
         for event in self.registry.observe(known, self.loop.now(), self.weights.scores.unlike):
             self.loop.tell(event)
         self.replica_target.see(len(self.registry.joined))

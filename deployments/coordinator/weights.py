@@ -52,7 +52,7 @@ SPARED_S = 12.0
 s, and repeats a broken call sooner.
 """
 
-HEARD_S = 120.0
+REPORTED_S = 120.0
 """Maximum seconds to wait for a first report of a replica: an engine may be cut off, and another takes minutes to
 load.
 """
@@ -81,7 +81,7 @@ class Weights:
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._unread: deque[tuple[int, str]] = deque(maxlen=MAX_UNREAD)  # accepted after those, before the wanted ones
         self._engines, self._before, self._kept = engines, before, kept
-        self._heard = asyncio.Event()
+        self._reported = asyncio.Event()
         self._loading: set[str] = set()
         self._spared_until_s = float("-inf")  # of the event loop's clock, see `find`
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> time of the next request, and the pause after it
@@ -190,7 +190,7 @@ class Weights:
         self.scores.observe(one for one in reports if (one.weights_version, one.weights_digest) == wanted)
         self._changed.set()
         if reports:
-            self._heard.set()
+            self._reported.set()
         for known in set(self._pauses) - self._held.keys():
             del self._pauses[known]
 
@@ -224,11 +224,11 @@ class Weights:
             return replace(report, weights_version=OTHER_WEIGHTS)
         return report
 
-    async def heard(self) -> None:
-        """Returns once a replica has reported its weights, or after HEARD_S."""
+    async def reported(self) -> None:
+        """Returns once a replica has reported its weights, or after REPORTED_S."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEARD_S):
-                await self._heard.wait()
+            async with asyncio.timeout(REPORTED_S):
+                await self._reported.wait()
 
     def may_have_been(self, version: int, digest: str) -> bool:
         """Returns whether these can be the present weights or earlier ones, as far as is known here."""

@@ -110,14 +110,14 @@ def test_a_replica_is_heard_until_it_has_been_silent_too_long_and_no_longer():
     async def story():
         coordinator = Coordinator()
         coordinator.open()
-        assert coordinator.lines.heard() == [], "it has not reported yet"
+        assert coordinator.lines.reports() == [], "it has not reported yet"
         coordinator.report()
         await asyncio.sleep(SILENT_S)
-        assert len(coordinator.lines.heard()) == 1
+        assert len(coordinator.lines.reports()) == 1
         await asyncio.sleep(0.125)
-        assert coordinator.lines.heard() == []
+        assert coordinator.lines.reports() == []
         coordinator.report()
-        assert len(coordinator.lines.heard()) == 1, "its next report brings it back"
+        assert len(coordinator.lines.reports()) == 1, "its next report brings it back"
 
     play(story)
 
@@ -130,9 +130,9 @@ def test_in_a_large_fleet_a_replica_is_heard_for_three_of_its_rare_reports():
         assert coordinator.lines.report_s == 2.0
         coordinator.report("r7")
         await asyncio.sleep(6.0)
-        assert [heard.report.replica_id for heard in coordinator.lines.heard()] == ["r7"]
+        assert [one.report.replica_id for one in coordinator.lines.reports()] == ["r7"]
         await asyncio.sleep(0.125)
-        assert coordinator.lines.heard() == []
+        assert coordinator.lines.reports() == []
 
     play(story)
 
@@ -143,7 +143,7 @@ def test_reports_that_came_while_the_loop_was_busy_count_at_once():
         coordinator.open()
         report = Report(asyncio.get_running_loop().time(), replace(STATS, replica_id="r1"))
         coordinator.socket.waiting.append(coordinator.frame(report))
-        assert len(coordinator.lines.heard()) == 1
+        assert len(coordinator.lines.reports()) == 1
 
     play(story)
 
@@ -155,12 +155,12 @@ def test_a_report_has_the_time_of_the_fastest_way_and_clocks_may_part_slowly():
         coordinator.report(sent_s=0.0)  # at 100 s of the coordinator's clock
         await asyncio.sleep(10.0)
         coordinator.report(sent_s=9.0)  # a second late
-        (heard,) = coordinator.lines.heard()
-        assert heard.observed_s == pytest.approx(109.001, abs=1e-6)
+        (latest,) = coordinator.lines.reports()
+        assert latest.observed_s == pytest.approx(109.001, abs=1e-6)
         await asyncio.sleep(10.0)
         coordinator.report(sent_s=20.5)  # faster than any before
-        (heard,) = coordinator.lines.heard()
-        assert heard.observed_s == pytest.approx(120.0, abs=1e-6)
+        (latest,) = coordinator.lines.reports()
+        assert latest.observed_s == pytest.approx(120.0, abs=1e-6)
 
     play(story)
 
@@ -173,9 +173,9 @@ def test_a_report_that_travelled_too_long_or_is_of_another_replica_changes_nothi
         await asyncio.sleep(10.0)
         coordinator.report(sent_s=109.5 - STALE_S, weights_version=5)
         coordinator.report(sent_s=110.0, weights_version=6, replica_id="r2")
-        assert [heard.report.weights_version for heard in coordinator.lines.heard()] == [4]
+        assert [one.report.weights_version for one in coordinator.lines.reports()] == [4]
         coordinator.report(sent_s=110.5 - STALE_S, weights_version=7)
-        assert [heard.report.weights_version for heard in coordinator.lines.heard()] == [7], "it is late, not stale"
+        assert [one.report.weights_version for one in coordinator.lines.reports()] == [7], "it is late, not stale"
 
     play(story)
 
@@ -200,7 +200,7 @@ def test_a_closed_line_s_frames_change_nothing():
         coordinator.lines.close("r1", "it has died")
         coordinator.socket.take(*late)
         coordinator.socket.take("r1/nobody's/7", late[1])
-        assert coordinator.changes == 1 and coordinator.lines.heard() == []
+        assert coordinator.changes == 1 and coordinator.lines.reports() == []
         assert not coordinator.lines.bad_frames
         coordinator.lines.close("r1", "again")  # does nothing
 
@@ -216,9 +216,9 @@ def test_a_new_line_to_a_replica_has_another_session_and_the_former_one_s_frames
         coordinator.lines.close("r1", "it has died")
         coordinator.open()
         coordinator.socket.take(*late)
-        assert coordinator.sessions["r1"] != late[0] and coordinator.lines.heard() == []
+        assert coordinator.sessions["r1"] != late[0] and coordinator.lines.reports() == []
         coordinator.report()
-        assert len(coordinator.lines.heard()) == 1
+        assert len(coordinator.lines.reports()) == 1
 
     play(story)
 

@@ -121,11 +121,11 @@ def test_a_result_that_no_line_carries_ends_its_chunk_with_the_reason():
 def test_reports_come_by_themselves_and_a_silent_replica_is_not_heard(monkeypatch):
     async def story(setting):
         monkeypatch.setattr(coordinator_lines, "SILENT_S", 60.0)
-        (heard,) = setting.lines.heard()
-        assert heard.report.replica_id == "r1" and heard.report.running == STATS.running
+        (latest,) = setting.lines.reports()
+        assert latest.report.replica_id == "r1" and latest.report.running == STATS.running
         setting.holding.cancel()
         monkeypatch.setattr(coordinator_lines, "SILENT_S", SHORT_S)
-        while setting.lines.heard():
+        while setting.lines.reports():
             await asyncio.sleep(0.1)
 
     run(story)
