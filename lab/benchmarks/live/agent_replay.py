@@ -1,8 +1,8 @@
-"""Recorded sessions of agents, scaled down and played over HTTP as completions of token ids, by turns and gaps.
+"""Recorded sessions of agents, scaled down and played over HTTP as completions of token ids, with turns and gaps.
 
-A turn waits for the one that it follows, and its gap. Its prompt is the context that it extends or branches from, with
-the answers as they came, and new random tokens. Answers have the recorded number of tokens. The same sessions and
-salt give the same prompts, as far as the answers are the same. Called by `bench agents --live`.
+A turn begins once the turn that it follows has ended and its gap has passed. Its prompt is the context that it extends
+or branches from, with the server's answers, and then new random tokens. Answers have the recorded number of tokens.
+The same sessions and salt give the same prompts while the answers are the same. Called by `bench agents --live`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tailrace.app.errors import Failed
 from tailrace.lab.simulator.agents.trace import AgentSession, AgentTurn
 
 TOKENS = range(100, 40_000)
-"""Ids of new tokens: any of a small model's vocabulary, none of them special."""
+"""Ids of new tokens: they are in a small model's vocabulary, and none is a special token."""
 
 SAMPLED = {"temperature": 0.0, "ignore_eos": True, "stream": True, "return_token_ids": True}
 USAGE = {"stream_options": {"include_usage": True}}
@@ -29,11 +29,14 @@ Place = tuple[str, dict[str, str]]
 """URL of a session's completions, and the headers of its requests."""
 
 Opener = Callable[[int], AbstractAsyncContextManager[Place]]
-"""Opens the session of this number."""
+"""Function that opens the session with a number."""
 
 
 def scaled(session: AgentSession, turns: int, factor: float, gap_factor: float) -> AgentSession:
-    """Returns the first `turns` turns with tokens and gaps divided by the factors, a token at least."""
+    """Returns the first `turns` turns, tokens divided by `factor` and gaps by `gap_factor`.
+
+    A context keeps at least two tokens, an answer at least one.
+    """
 
     def one(turn: AgentTurn) -> AgentTurn:
         context, out = max(2, round(turn.context / factor)), max(1, round(turn.out / factor))
@@ -45,8 +48,9 @@ def scaled(session: AgentSession, turns: int, factor: float, gap_factor: float) 
 
 @dataclass(frozen=True)
 class PlayedTurn:
-    """`known`: tokens of the prompt that an earlier turn had. `cached`: tokens of the prompt whose KV the server found,
-    or None if it does not say.
+    """A turn that was played. `first_s`: seconds until the first token. `prompt`: number of tokens of the prompt.
+    `known`: number of those that an earlier turn had. `cached`: number of those whose KV the server found, or None if
+    the server does not report it.
     """
 
     first_s: float
@@ -57,7 +61,7 @@ class PlayedTurn:
 
 
 class PlayedSession:
-    """One session. `salt`: names the run whose prompts are its own."""
+    """One session to play. `salt`: part of the seed of new tokens, so that each run has different prompts."""
 
     def __init__(self, session: AgentSession, salt: str, http: aiohttp.ClientSession, model: str):
         self._session, self._salt, self._http, self._model = session, salt, http, model
@@ -65,7 +69,7 @@ class PlayedSession:
         self._contexts: dict[int, list[int]] = {}  # by turn: prompt and answer
 
     async def run(self, place: Place) -> list[PlayedTurn]:
-        """Returns all turns. Raises a group of aiohttp.ClientError if the server does not answer one."""
+        """Plays and returns all turns. Raises a group of aiohttp.ClientError if a turn gets no full answer."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._turn(number, place)) for number in range(len(self._session.turns))]
         return [task.result() for task in tasks]
@@ -87,7 +91,10 @@ class PlayedSession:
         return played
 
     def _before(self, number: int) -> int | None:
-        """Returns the turn whose context a turn extends, or the first one that has all that a branch shares."""
+        """Returns the turn whose context a turn extends, or the first one whose context holds all that a branch shares.
+
+        Returns None if there is no such turn.
+        """
         turn, turns = self._session.turns[number], self._session.turns
         if turn.source == turn.line:
             return turn.after
@@ -118,11 +125,12 @@ class PlayedSession:
 async def play(
     sessions: Sequence[AgentSession], salt: str, model: str, opener: Opener
 ) -> tuple[float, list[list[PlayedTurn]]]:
-    """Plays all sessions at once. Returns the seconds until the last one has ended, and their turns. Raises Failed if
-    the server does not answer one.
+    """Plays all sessions at once. Returns the seconds until the last one has ended, and the turns of each session.
+
+    Raises Failed if a turn gets no full answer.
     """
     timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # servers close idle ones, also as a request comes
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close an idle one as a request arrives
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def one(number: int) -> list[PlayedTurn]:
@@ -138,7 +146,9 @@ async def play(
 
 
 def figures(seconds: float, played: Sequence[Sequence[PlayedTurn]], computed: int | None = None) -> dict:
-    """Returns the figures of one run. `computed`: prompt tokens whose KV was computed, by default by the turns' own."""
+    """Returns the figures of one run. `computed`: number of prompt tokens whose KV was computed; by default those that
+    the turns report as not cached.
+    """
     turns = [turn for of in played for turn in of]
     known, prompts = sum(turn.known for turn in turns), sum(turn.prompt for turn in turns)
     if computed is None:

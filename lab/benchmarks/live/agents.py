@@ -1,9 +1,10 @@
-"""Recorded sessions of agents on two real replicas: Tailrace by whole trajectories, against other routers.
+"""Recorded sessions of agents on two real replicas: Tailrace's scheduling by trajectory against other routers.
 
-The servers run one after the other, each with two engines of the same model and settings, one core each: two
-`vllm serve`, whose sessions stay with one of them by turns (`sticky`); the same two with the pool's bytes as KV besides
-(`sticky_more_kv`); and Tailrace, by `by_kv` and as `round_robin_pool`. All sessions of a size are open at once, from
-the start to the last one's end. Each repeat has prompts of its own. Called by `bench agents --live`.
+The systems run one after the other. Each has two engines with the same model and settings, and one core for each
+engine. `sticky` is two `vllm serve`, to which sessions are assigned in turn, each for all its turns. `sticky_more_kv`
+is the same with as much more KV as Tailrace's pool holds. Tailrace runs with the policy `by_kv`, and as
+`round_robin_pool`. All sessions of a size are open at once, from the start. Each repeat has different prompts.
+Called by `bench agents --live`.
 """
 
 import asyncio
@@ -30,40 +31,44 @@ from tailrace.lab.simulator.agents.trace import AgentSession
 from tailrace.policies.families.registry import Policies
 
 MAX_MODEL_LEN, ROOM_TOKENS = 2048, 128
-"""Maximum context, and its part that recorded contexts leave free: answers of a token at least make them longer."""
+"""Maximum tokens of a context, and the part of them that recorded contexts leave free: scaled answers keep at least one
+token, which makes contexts longer.
+"""
 
 MAX_RUNNING, BATCHED_TOKENS = 16, 2048
 REPLICAS = 2
 
 KV_TOKENS = 2304
-"""Of each engine: a little more than vLLM demands for MAX_MODEL_LEN."""
+"""Tokens of KV of each engine: a little more than vLLM demands for MAX_MODEL_LEN."""
 
 POOL_FACTOR = 2
-"""KV of the pool over that of all engines; 2.2 in the simulated comparison."""
+"""Ratio of the pool's KV to the KV of all engines; 2.2 in the simulated comparison."""
 
 OURS = {
     "tailrace": POLICIES,
     "round_robin_pool": POLICIES | {"placement": "round_robin", "trajectories": "all_at_once"},
 }
-"""Runs of our service. `round_robin_pool`: vLLM's connector of Mooncake needs a GPU, so it is our engine and pool."""
+"""Policies of the runs of Tailrace. `round_robin_pool` has Tailrace's engine and pool, since vLLM's connector to
+Mooncake needs a GPU.
+"""
 
 SETTLED_S = 3.0
-"""By then every replica has reported its counts."""
+"""Seconds after which every replica has reported its counts."""
 
 Played = tuple[dict, list[list[PlayedTurn]]]
-"""One run: its figures, and the turns of its sessions."""
+"""Figures of one run, and the turns of its sessions."""
 
 Runs = dict[str, list[Played]]
-"""By size."""
+"""Runs of one system by size."""
 
 Plan = list[tuple[str, str, list[AgentSession]]]
-"""Each run's size, its salt, and its sessions."""
+"""Size, salt and sessions of each run."""
 
 Say = Callable[[str], None]
 
 
 def max_context(factor: float) -> int:
-    """Returns the maximum context of recorded sessions, tokens."""
+    """Returns the maximum context of recorded sessions in tokens, before it is divided by `factor`."""
     return int((MAX_MODEL_LEN - ROOM_TOKENS) * factor)
 
 
@@ -71,8 +76,10 @@ def measure(
     file: ServeFile, sessions: Sequence[AgentSession], turns: int, factor: float, gap_factor: float,
     sizes: Sequence[str], repeats: int, say: Say,
 ) -> dict:  # fmt: skip
-    """Returns `sizes` as the simulated comparison does, with the figures of each system's median run, and the rates of
-    all. `identical`: share of the answers of each rival that are Tailrace's. Raises Failed if the service's own differ.
+    """Returns `sizes` in the form of the simulated comparison, with the figures of each system's median run, and the
+    rates of all runs. `identical`: for each system, the share of its answers that equal those of `tailrace`.
+
+    Raises BadInput if the trace has too few sessions, Failed if `round_robin_pool` has other answers than `tailrace`.
     """
     model = resolve_model(file.application.args.engine.model)
     cut = [scaled(one, turns, factor, gap_factor) for one in sessions if len(one.turns) >= turns]
@@ -115,7 +122,7 @@ def _size(systems: dict[str, list[Played]]) -> dict:
 
 
 def median_run(runs: Sequence[dict]) -> dict:
-    """Returns the figures of the run of median rate, and the rates of all in order of the runs."""
+    """Returns the figures of the run with the median rate, and the rates of all runs in order."""
     by_rate = sorted(runs, key=lambda of: of["trajectories_per_h"])
     return by_rate[(len(runs) - 1) // 2] | {"runs_per_h": [of["trajectories_per_h"] for of in runs]}
 
@@ -162,7 +169,7 @@ async def _all(plan: Plan, model: str, opener: Opener, say: Say) -> Runs:
 
 
 def _first(plan: Plan) -> AgentSession:
-    """Returns one turn of one session, by which a server warms up."""
+    """Returns a session with one turn, with which a server warms up."""
     session = plan[0][2][0]
     return AgentSession(session.session_id, session.turns[:1])
 
@@ -198,7 +205,7 @@ def _with(file: ServeFile, token: int, pool_tokens: int, port: int) -> ServeFile
 
 
 async def _turns(client: RolloutClient, address: str, model: str, plan: Plan, say: Say) -> dict[str, Runs]:
-    """Plays each size by all policies in turn."""
+    """Plays each run of the plan with the policies of each system of OURS."""
     http = Client(address, token=None)
     found: dict[str, Runs] = {name: defaultdict(list) for name in OURS}
     await play([_first(plan)] * REPLICAS, "warm-up", model, _trajectories(http, "warm-up"))
@@ -227,6 +234,6 @@ def _trajectories(http: Client, salt: str) -> Opener:
 
 
 async def _computed(client: RolloutClient) -> int:
-    """Returns the context tokens whose KV was computed so far, over all replicas."""
+    """Returns the number of context tokens whose KV was computed so far, over all replicas."""
     counts = (await client.status()).pool.counts
     return sum(count for name, count in counts.items() if name.partition(".")[0] == "recomputed_tokens")

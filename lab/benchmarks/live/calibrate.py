@@ -1,10 +1,10 @@
 """The simulator against the service: one replayed workload, rolled out live and simulated, under three policies.
 
-The model knows this machine from probes alone (`probes`): made-up rollouts in the same service, before, between and
-after the predicted ones, all of them together, since one look at a shared machine is a tenth off and more. The policies
-take turns; those of a turn are simulated at the speed that the probes before and after it found, so that a machine that
-slows down slows both. Nothing is fitted to what is predicted. Figures are medians of the turns, of live runs and of
-simulated ones. Called by `tailrace bench calibrate`.
+The model of the replicas comes from probes alone (`probes`): made-up rollouts in the same service, before, between and
+after the predicted ones. The results of all probes are pooled, since a single one is off by a tenth or more on a shared
+machine. The policies take turns. A turn is simulated at the speed that the probes before and after it measured, so that
+a machine that slows down slows both sides. Nothing is fitted to the predicted runs. Figures are medians over the turns,
+of live and of simulated runs. Called by `tailrace bench calibrate`.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from tailrace.policies.families.registry import Policies
 BATCH = "calibrate"
 
 REPORTED_S = 1.5
-"""By then the coordinator has heard of all that its replicas counted: three polls."""
+"""Seconds after which the coordinator has received all counts of its replicas: three polls."""
 
 
 def runs(chunk_tokens: int, block_tokens: int = 1) -> dict[str, Policies]:
-    """Whole groups in one piece; Seer's order in chunks; and that with drafts."""
+    """Returns the policies by name: static groups in one piece, Seer's ordering in chunks, and the same with drafts."""
     whole = {"type": "fixed", "chunk_tokens": None}
     chunking = {"type": "fixed", "chunk_tokens": chunk_tokens, "block_tokens": block_tokens}
     chunks = {"ordering": "seer", "placement": "cost_aware", "chunking": chunking}
@@ -46,12 +46,12 @@ def runs(chunk_tokens: int, block_tokens: int = 1) -> dict[str, Policies]:
 
 
 def batch_id(name: str, turn: int) -> str:
-    """Each run has groups of its own: one must not draft from the last one's answers."""
+    """Returns the batch id of a run. Each run has a separate one, so that no run drafts from the answers of another."""
     return f"{BATCH}-{name}-{turn}"
 
 
 def workload(groups: Sequence[PromptGroup], batch: str = BATCH) -> Workload:
-    """Of groups that replay token ids: their true lengths, each with the end-of-sequence token that follows."""
+    """Returns the workload of groups that replay token ids. A sample's length includes its end-of-sequence token."""
     known = (
         WorkloadGroup(
             f"{batch}/{group.prompt_id}", len(group.token_ids), tuple(len(ids) + 1 for ids in group.forced_token_ids)
@@ -62,12 +62,12 @@ def workload(groups: Sequence[PromptGroup], batch: str = BATCH) -> Workload:
 
 
 def slowness(ladder: Mapping, profile: Mapping) -> float:
-    """How many times as long as by the profile's fit steps took in a ladder: the median over its rungs."""
+    """Returns the measured time of a ladder's steps over the time by the profile's fit: the median over the rungs."""
     return median(beside_fit(ladder["steps"], profile["fit"]))
 
 
 def beside_fit(steps: Sequence[Mapping], line: Mapping[str, float]) -> list[float]:
-    """What each step took over what the fit says of it."""
+    """Returns, for each step, its measured time over its time by the fit."""
     context_ms = line["per_context_token_us"] / 1e3
     return [
         step["step_ms"]
@@ -80,7 +80,7 @@ def beside_fit(steps: Sequence[Mapping], line: Mapping[str, float]) -> list[floa
 
 
 def slowed(model: ReplicaModel, times: float) -> ReplicaModel:
-    """Everything takes so many times as long."""
+    """Returns a model whose steps, prefills, fetches, hand-overs and joins take `times` times as long."""
     step = model.step
     return replace(
         model,
@@ -100,7 +100,10 @@ def simulated(
     named: Mapping[str, Policies],
     times: Sequence[float],
 ) -> dict[str, dict]:
-    """Medians over the turns, each slowed by its `times`; drafts are made and judged as they were live."""
+    """Returns the simulated figures by name: medians over the turns, each slowed by its entry of `times`.
+
+    Drafts are proposed and accepted as in the live runs.
+    """
     found = {}
     for name, policies in named.items():
         all_of = []
@@ -115,7 +118,7 @@ def simulated(
 
 
 def figures(run: SimulatedRun) -> dict:
-    """As `app.summary` counts them for a live run."""
+    """Returns the figures of a simulated run, defined as in `app.summary` for a live run."""
     ends = sorted(one.ended_s for one in run.ended)
     return {
         "makespan_s": round(run.makespan_s, 3),
@@ -126,7 +129,10 @@ def figures(run: SimulatedRun) -> dict:
 
 
 def verdict(live: Mapping[str, Mapping], modelled: Mapping[str, Mapping]) -> dict:
-    """Relative errors of what was simulated, positive where it takes longer; and whether it ranks makespans alike."""
+    """Returns the relative errors of the simulation, positive where the simulated run takes longer.
+
+    `same_ranking`: whether the simulation ranks the makespans of the policies as the live runs do.
+    """
     errors = {
         name: {what: relative(modelled[name][f"{what}_s"], run[f"{what}_s"]) for what in ("makespan", "tail")}
         for name, run in live.items()
@@ -150,7 +156,7 @@ def measure(
     profile: dict | None,
     say: Callable[[str], None],
 ) -> dict:
-    """`profile`: one of `tailrace profile`, in place of the probes' ladder."""
+    """Returns the verdict and the figures behind it. `profile`: one of `tailrace profile`, in place of the ladders."""
     replicas = file.application.args.replicas.max
     named = runs(chunk_tokens, file.application.args.engine.block_tokens)
     say(f"starting {replicas} replicas")
@@ -178,7 +184,7 @@ def measure(
 
 
 async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say) -> tuple[dict, Probes]:
-    """The policies take turns, with probes before, between and after them."""
+    """Runs the policies in turns, with probes before, between and after the turns. Returns figures and probes."""
     probes, rolled = Probes(client, replicas, say, await engines(client)), {name: [] for name in named}
     await probes.look()
     for turn in range(repeats):
@@ -191,7 +197,7 @@ async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats
 
 
 async def _roll(client: RolloutClient, name: str, policies: Policies, groups) -> dict:
-    """Figures of one run, its engine steps among them, of all replicas."""
+    """Returns the figures of one run, with the engine steps of all replicas."""
     await client.reset_caches()
     await client.forget_history()
     await client.set_policies(policies)

@@ -12,25 +12,25 @@ from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 BUSY_S = 90.0
 
 LONG_TOKENS = 1500
-"""Of a sample that only has to keep engines busy: its answer is forced, so that it does not end early."""
+"""Number of tokens of a sample that only keeps engines busy: its answer is forced, so that it does not end early."""
 
 LOADS = 2
-"""Batches in flight, so that neither replica waits for the last sample of one."""
+"""Number of batches in flight: with two, no replica waits for the last sample of a batch."""
 
 
 class DecodingLoad:
-    """`samples`: in flight, of LOADS batches."""
+    """Batches that are rolled out without end. `samples`: number of samples in flight, over LOADS batches."""
 
     def __init__(self, client: RolloutClient, samples: int):
         self._client, self._samples = client, samples
         self._numbers = itertools.count()
 
     async def run(self) -> None:
-        """Decodes until it is cancelled."""
+        """Keeps LOADS batches in flight until it is cancelled."""
         await asyncio.gather(*(self._batches() for _ in range(LOADS)))
 
     async def busy(self, version: int, replicas: int = 2) -> None:
-        """Returns once so many replicas run samples under a version. Raises Failed after BUSY_S."""
+        """Returns once at least `replicas` replicas run samples under a version. Raises Failed after BUSY_S seconds."""
         deadline_s = time.monotonic() + BUSY_S
         while True:
             if time.monotonic() > deadline_s:

@@ -1,6 +1,6 @@
 """A Ray head as `tailrace serve` starts it, with dashboard and agents, for a benchmark of all its processes.
 
-Invariant: it has ended when the context has. Called by lab/benchmarks/live/processes.py.
+Invariant: the head has ended when the context of `head` has. Called by lab/benchmarks/live/processes.py.
 """
 
 import signal
@@ -19,12 +19,15 @@ from tailrace.lab.benchmarks.http.servers import free_port
 
 END_S = 120.0
 READY = "deploying;"
-"""Begins the line that `tailrace serve` prints once the head takes drivers."""
+"""Beginning of the line that `tailrace serve` prints once the head accepts drivers."""
 
 
 @contextmanager
 def head(file: ServeFile, folder: Path) -> Iterator[str]:
-    """The address of a head with the service of `file`; the file is written to `folder`."""
+    """Yields the address of a head with the service of `file`, which is written to `folder`.
+
+    Raises Failed if `tailrace serve` ends before the service is deployed.
+    """
     config, port = folder / "serve.yaml", free_port()
     config.write_text(yaml.safe_dump(declared(file)))
     command = [sys.executable, "-m", "tailrace", "serve", "--config", str(config), "--port", str(port)]

@@ -1,18 +1,18 @@
-"""The picture of `bench live --drafts`, as a file that any viewer opens; the path's suffix says which kind."""
+"""The picture of `bench live --drafts`, as a file that any viewer opens. The path's suffix selects the format."""
 
 from tailrace.app.files.figures import new_figure, save
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.style.palette import PART, SERIES, WHOLE
 
 WINDOW = 8
-"""Looks that a point of a curve is taken over: with one alone it jumps."""
+"""Number of looks that a point of a curve covers: with a single one the curve jumps."""
 
 COLOURS = len(SERIES)
-"""Of a cycle: later curves repeat them with dashes."""
+"""Number of colours in a cycle: later curves repeat the colours with dashes."""
 
 
 def acceptance_over_time(file: OutputFile, runs: dict[str, dict], series: dict) -> None:
-    """Tokens per verification over the seconds of each run, and the makespans beside each other."""
+    """Draws tokens per verification over the seconds of each run, and the makespans and tails of all runs as bars."""
     figure, (curves, bars) = new_figure(12, 4.5, 1, 2, width_ratios=(2, 1))
     for number, (name, looks) in enumerate(series.items()):
         points = [

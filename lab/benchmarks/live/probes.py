@@ -1,10 +1,9 @@
-"""How fast replicas of a running service are, from rollouts made for the purpose: steps, prompts, a chunk's hand-over.
+"""Probes of a running service: rollouts that measure the speed of its steps, prompts and hand-overs of chunks.
 
-A probe replays made-up tokens on all replicas at once, as many chunks on each, so that they slow each other down as
-they do at work, and everything between two steps counts. No two chunks have KV in common: what one has read of a
-shared prompt is in the processor's cache for the others, and answers share nothing. Invariant: no probe holds a token
-of what is to be predicted.
-Called by `bench calibrate` and `bench tail`.
+A probe replays made-up tokens on all replicas at once, with the same number of chunks on each. Replicas therefore slow
+each other down as at work, and all time between two steps counts. No two chunks have KV in common: KV of a shared
+prompt that one chunk reads would be in the processor's cache for the others, while real answers share nothing.
+Invariant: no probe holds a token of a rollout that is to be predicted. Called by `bench calibrate` and `bench tail`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,24 +23,27 @@ from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
 
 STEPS = 60
 LADDER = ((1, 33), (2, 33), (4, 33), (8, 33), (16, 33), (1, 257), (4, 257), (8, 257), (1, 961), (8, 961))
-"""(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out. All but one token
-fill blocks of KV, so that of a prompt computed before that one alone is left."""
+"""Rungs of the ladder: (chunks on each replica, tokens of each prompt). A rung with more chunks than a replica can run
+is left out. All tokens of a prompt but one fill blocks of KV, so that one token alone is computed after a cache hit.
+"""
 
 ALONE = ((1, 33), (8, 33))
-"""Rungs that are run on one replica while the others have nothing to do."""
+"""Rungs that are also run on one replica while the others are idle."""
 
 HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
 PROMPT_TOKENS = 40
 
 BUSY_CHUNKS = (8, 4, 160)
-"""Samples on each replica, tokens by which their prompts differ, and of their answers: no two hand over at once."""
+"""Number of samples on each replica, tokens by which the lengths of their prompts differ, and tokens of each answer.
+The difference keeps two samples from handing over at once.
+"""
 
 FIRST_TOKEN, TOKENS = 300, 9_000
-"""Of made-up prompts: ordinary words in any tokenizer's vocabulary."""
+"""First token id of made-up prompts, and number of ids: ordinary words in any tokenizer's vocabulary."""
 
 
 def bound(chunk_tokens: int | None) -> Policies:
-    """Whole groups to replicas up front, so that each replica runs one probe group."""
+    """Returns policies that bind whole groups to replicas up front, so that each replica runs its groups of a probe."""
     chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
     return Policies(ordering="group_static", placement="pinned", chunking=chunking, drafting="off")
 
@@ -49,9 +51,9 @@ def bound(chunk_tokens: int | None) -> Policies:
 def probe(
     name: str, replicas: int, chunks: int, prompt_tokens: int, answer_tokens: int, apart: int = 0
 ) -> RolloutBatch:
-    """Groups of one sample, `chunks` for each replica, in order of the replicas to which `bound` binds them.
+    """Returns groups of one sample each, `chunks` for each replica, in order of the replicas that `bound` gives them.
 
-    No two prompts begin with the same token; each is `apart` tokens longer than the one before it on its replica.
+    No two prompts begin with the same token. Each is `apart` tokens longer than the one before it on its replica.
     """
     forced = (tuple(FIRST_TOKEN + step % TOKENS for step in range(answer_tokens - 1)),)
     groups = []
@@ -68,7 +70,7 @@ def probe(
 
 
 def shortened(batch: RolloutBatch, name: str, first: int = 0) -> RolloutBatch:
-    """The same prompts under another name; the answers of all groups from the `first` on end after two tokens."""
+    """Returns a batch of the same prompts under another name. Answers of the groups from `first` on have two tokens."""
     kept, rest = batch.groups[:first], batch.groups[first:]
     ends = ({"max_tokens": 2, "forced_token_ids": (group.forced_token_ids[0][:1],)} for group in rest)
     short = (group.model_copy(update=end) for group, end in zip(rest, ends, strict=True))
@@ -76,7 +78,7 @@ def shortened(batch: RolloutBatch, name: str, first: int = 0) -> RolloutBatch:
 
 
 async def step_by_step(client: RolloutClient, batch: RolloutBatch, chunks: int) -> list[GroupResult]:
-    """Rolls out a probe. Where several chunks share a replica, their prompts are computed before, not beside them."""
+    """Rolls out a probe. If several chunks share a replica, their prompts are computed before the measured rollout."""
     await client.reset_caches()
     if chunks > 1:
         _ = [group async for group in client.rollout(shortened(batch, f"{batch.batch_id}-prompts"))]
@@ -84,7 +86,10 @@ async def step_by_step(client: RolloutClient, batch: RolloutBatch, chunks: int) 
 
 
 async def climb(client: RolloutClient, name: str, replicas: int, max_running: int) -> dict:
-    """`steps` and `prefill`, each a list of what was run and the milliseconds it took, one for each rung."""
+    """Measures the rungs of LADDER. Returns `steps`, a row for each rung, and `prefill`, a row for each with one chunk.
+
+    A row holds the size of the work, and its time in milliseconds.
+    """
     await client.set_policies(bound(None))
     steps, prefill = [], []
     for chunks, prompt_tokens in (rung for rung in LADDER if rung[0] <= max_running):
@@ -100,7 +105,7 @@ async def climb(client: RolloutClient, name: str, replicas: int, max_running: in
 
 
 async def alone(client: RolloutClient, name: str, replicas: int, ladder: dict) -> float:
-    """The share of a step's time in the ladder just climbed that it takes while no other replica runs anything."""
+    """Returns the time of a step while no other replica is busy, over its time in `ladder`: the mean over ALONE."""
     together = {(step["chunks"], step["context_tokens"]): step["step_ms"] for step in ladder["steps"]}
     shares = []
     for chunks, prompt_tokens in ALONE:
@@ -112,8 +117,10 @@ async def alone(client: RolloutClient, name: str, replicas: int, ladder: dict) -
 
 
 async def drafted_steps(client: RolloutClient) -> list[dict]:
-    """What steps cost that verify many tokens, as engines have measured while they started, over contexts of no length:
-    like `climb`'s `steps`, of one chunk each."""
+    """Returns the times of steps that verify many tokens, as engines measured them at their start without context.
+
+    The rows are like `climb`'s `steps`, with one chunk each.
+    """
     found = [one.performance for one in (await client.status()).replicas if one.performance is not None]
     return [
         {"chunks": 1, "draft_tokens": tokens - 1, "context_tokens": 0, "step_ms": 1e3 * took_s}
@@ -123,13 +130,13 @@ async def drafted_steps(client: RolloutClient) -> list[dict]:
 
 
 async def stepped(client: RolloutClient) -> tuple[int, float]:
-    """Steps of all replicas since they started, and the seconds that these took; at most a second old."""
+    """Returns the number of steps of all replicas since they started, and their seconds, at most a second old."""
     work = [replica.work for replica in (await client.status()).replicas]
     return sum(one.get("steps", 0) for one in work), sum(one.get("step_us", 0) for one in work) / 1e6
 
 
 def step_ms(groups: Sequence[GroupResult]) -> float:
-    """Milliseconds of a step that all chunks of a replica share: the median chunk's, mean over the replicas."""
+    """Returns the milliseconds of a step: the median over the chunks of each replica, then the mean over replicas."""
     took_s: dict[str, list[float]] = {}
     for group in groups:
         sample = group.samples[0]
@@ -139,7 +146,10 @@ def step_ms(groups: Sequence[GroupResult]) -> float:
 
 
 async def hand_over(client: RolloutClient, name: str, replicas: int) -> float:
-    """Seconds between two chunks of a sample alone on its replica, on which it stays: while no step computes it."""
+    """Returns the mean seconds between two chunks of a sample in which no step computes the sample.
+
+    The sample is alone on its replica, and stays there.
+    """
     await client.set_policies(bound(HANDOVER_CHUNK_TOKENS))
     idle_s = []
     for chunks in (1, 1 + HANDOVERS):
@@ -151,13 +161,13 @@ async def hand_over(client: RolloutClient, name: str, replicas: int) -> float:
 
 
 def crowd(name: str, replicas: int) -> RolloutBatch:
-    """A probe with prompts of different lengths."""
+    """Returns a probe with prompts of different lengths, see BUSY_CHUNKS."""
     samples, apart, answer_tokens = BUSY_CHUNKS
     return probe(name, replicas, samples, PROMPT_TOKENS, answer_tokens, apart)
 
 
 async def busy_hand_overs(client: RolloutClient, name: str, replicas: int) -> float:
-    """Seconds by which chunks make the rollout of a `crowd` longer: while some hand over, the others continue."""
+    """Returns the seconds by which a `crowd` takes longer in chunks than whole. While some hand over, others run."""
     took_s = []
     for chunk_tokens in (None, HANDOVER_CHUNK_TOKENS):
         await client.set_policies(bound(chunk_tokens))
@@ -169,7 +179,7 @@ async def busy_hand_overs(client: RolloutClient, name: str, replicas: int) -> fl
 
 
 async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[ReplicaMeasured]]:
-    """What each replica has told the core by itself, latest measures; run after something else was."""
+    """Returns the last `ReplicaJoined` and the last `ReplicaMeasured` of each replica in the journal of a rollout."""
     await client.journal(True)
     await client.set_policies(bound(None))
     _ = [group async for group in client.rollout(probe("engines", 1, 1, PROMPT_TOKENS, 2 * STEPS))]
@@ -184,7 +194,10 @@ async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[Repl
 def model_of(
     profile: dict, joined: Sequence[ReplicaJoined], measured: Sequence[ReplicaMeasured], handover_s: float
 ) -> ReplicaModel:
-    """A replica by its profile, its own reports, and what a hand-over takes: the save, as modelled, and a rest."""
+    """Returns the model of a replica by its profile, its own reports and the time of a hand-over.
+
+    The model has the save of KV separately, so its seconds are subtracted from `handover_s`.
+    """
     pools = [one.performance for one in measured if one.performance.fetch_token_s]
     model = from_profile(
         profile,
@@ -198,8 +211,11 @@ def model_of(
 
 
 def joining(model: ReplicaModel, replicas: int, busy_s: float) -> ReplicaModel:
-    """With the time of its replica that a joining chunk takes: what `busy_hand_overs` found, `busy_s`, beyond what the
-    model without it says of the same crowd, by hand-overs of a replica."""
+    """Returns the model with `join_s`, the time of its replica that a joining chunk takes.
+
+    `join_s` is the time that `busy_hand_overs` measured, `busy_s`, less the time that `model` predicts for the same
+    crowd, divided by the hand-overs of a replica.
+    """
     samples, _, answer_tokens = BUSY_CHUNKS
     groups = crowd("crowd", replicas).groups
     work = Workload(
@@ -214,7 +230,7 @@ def joining(model: ReplicaModel, replicas: int, busy_s: float) -> ReplicaModel:
 
 
 def pooled(ladders: Sequence[Mapping]) -> dict:
-    """One profile of several ladders, as `tailrace profile` writes it; prompts take their mean over the ladders."""
+    """Returns one profile of several ladders, in the form of `tailrace profile`. Prompts have their mean times."""
     steps = [step for ladder in ladders for step in ladder["steps"]]
     by_tokens: dict[int, list[float]] = {}
     for one in (one for ladder in ladders for one in ladder["prefill"]):
@@ -224,7 +240,7 @@ def pooled(ladders: Sequence[Mapping]) -> dict:
 
 @dataclass
 class Probes:
-    """What was found of the replicas, each list in order of time; `told`: what they say by themselves."""
+    """Measurements of the replicas, each list in order of time. `told`: the replicas' own reports, from `engines`."""
 
     client: RolloutClient
     replicas: int
@@ -237,7 +253,10 @@ class Probes:
     alone: list[float] = field(default_factory=list)
 
     async def look(self) -> None:
-        """Runs all probes once. Later on, steps that verify drafts have contexts of which nothing is known."""
+        """Runs all probes once.
+
+        The engines' times of steps that verify drafts are read the first time alone: later ones have unknown contexts.
+        """
         self.drafted = self.drafted or await drafted_steps(self.client)
         await self._climb()
         await self._hand_over()
@@ -250,7 +269,7 @@ class Probes:
         self.say(f"probes: steps of {took} ms")
 
     async def _hand_over(self) -> None:
-        """What chunks and a busy neighbour cost, beside the ladder just climbed."""
+        """Measures steps on one busy replica, against the last ladder, and hand-overs on idle and on busy replicas."""
         number, client = len(self.ladders), self.client
         self.alone.append(round(await alone(client, f"alone-{number}", self.replicas, self.ladders[-1]), 4))
         self.handovers.append(await hand_over(client, f"hand-over-{number}", self.replicas))
@@ -261,15 +280,15 @@ class Probes:
         )
 
     def steps(self) -> list[dict]:
-        """Returns those of all ladders, and those that verify drafts."""
+        """Returns the steps of all ladders, and the steps that verify drafts."""
         return [step for found in self.ladders for step in found["steps"]] + self.drafted
 
     def drafting(self, profile: dict) -> dict:
-        """A profile with the fit of steps that verify drafts among the others."""
+        """Returns the profile with another fit, which includes the steps that verify drafts."""
         return profile | {"fit": fit(self.steps())}
 
     def models(self, profile: dict) -> tuple[ReplicaModel, ReplicaModel]:
-        """A replica whose steps are as in `profile`, and one that verifies drafts."""
+        """Returns the model of a replica whose steps are as in `profile`, and of one that verifies drafts."""
         handover_s, share = median(self.handovers), min(1.0, median(self.alone))
         plain, drafting = (model_of(one, *self.told, handover_s) for one in (profile, self.drafting(profile)))
         join_s = joining(plain, self.replicas, median(self.busy)).join_s

@@ -1,8 +1,8 @@
-"""What each process of a service takes of a core: ours and Ray's, while two replicas work and while nothing runs.
+"""Share of a core that each process of a service takes, Tailrace's and Ray's, while replicas work and while they idle.
 
-Processor time (user and system) of all processes that descend from this one, from the kernel, over a window in which
-nothing starts or ends. It repeats on a machine that others use, tokens a second do not. Engines are kept apart: the
-rest is what they could have had. Called by `tailrace bench processes`.
+Measures processor time (user and system) of all processes that descend from this one, as the kernel counts it. Nothing
+starts or ends in the measured window. Processor time is repeatable on a shared machine, tokens a second are not.
+Engines are listed separately: they could have used the rest. Called by `tailrace bench processes`.
 """
 
 import asyncio
@@ -31,16 +31,18 @@ from tailrace.lab.verification.tokens import whole
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GROUPS, SAMPLES, TOKENS = 4, 8, 256
-"""Of a batch: as many samples as two replicas of serve.yaml run at a time."""
+"""Size of a batch in groups, samples per group, and tokens per sample: its samples are as many as two replicas of
+serve.yaml run at a time.
+"""
 
 BATCHES = 2
-"""Under way at a time, so that replicas have work while one ends."""
+"""Number of batches in flight, so that replicas have work while a batch ends."""
 
 WARM_S = 20.0
-"""By then engines have measured their steps, and prompts are known."""
+"""Seconds after which engines have measured their steps, and prompts are known."""
 
 SETTLE_S = 10.0
-"""After the last batch: its blocks are swept and its context has ended."""
+"""Seconds to wait after the last batch, until its blocks are swept and its context has ended."""
 
 ENGINES = "engine replica"
 DRIVER = "driver"
@@ -62,7 +64,7 @@ NAMES = {
     "log_monitor": "log monitor",
     "monitor": "autoscaler monitor",
 }
-"""By the role that a command line gives; other roles keep their own name."""
+"""Names of processes by the role that a command line gives. Other roles are their own names."""
 
 
 class Used(NamedTuple):
@@ -73,15 +75,15 @@ class Used(NamedTuple):
 
 
 def name_of(arguments: list[str]) -> str:
-    """Of a process by its command line."""
-    if "multiprocessing" in arguments[0]:  # its title has the whole command of the fork server that it comes from
+    """Returns the name of a process by its command line."""
+    if "multiprocessing" in arguments[0]:  # its title is the whole command of its fork server
         return "dashboard module"
     role = role_of(arguments)
     return NAMES.get(role, role)
 
 
 def reading() -> dict[tuple[int, int], Used]:
-    """This process and all that descend from it, by process id and time of birth, which comes once."""
+    """Returns this process and all its descendants, by process id and start time in ticks: that pair is unique."""
     found = {pid: stat for folder in Path("/proc").glob("[0-9]*") if (stat := stat_of(pid := int(folder.name)))}
     ours = {os.getpid()}
     while more := {pid for pid, fields in found.items() if int(fields[1]) in ours} - ours:
@@ -95,8 +97,10 @@ def reading() -> dict[tuple[int, int], Used]:
 
 
 def shares(before: Mapping, after: Mapping, seconds: float) -> dict[str, float]:
-    """Of a core between two readings, by name, largest first; those of one name are added. A process that is not in
-    both is left out."""
+    """Returns the share of a core between two readings, by name, largest first.
+
+    Processes of one name are summed. A process that is not in both readings is left out.
+    """
     found: dict[str, float] = {}
     for key in before.keys() & after.keys():
         name = after[key].name
@@ -105,7 +109,7 @@ def shares(before: Mapping, after: Mapping, seconds: float) -> dict[str, float]:
 
 
 def parted(found: Mapping[str, float]) -> dict:
-    """Engines, the driver and the rest; the rest in sum and by name."""
+    """Returns the shares of engines, of the driver and of the rest, the latter in sum and by name (`of_rest`)."""
     rest = {name: share for name, share in found.items() if name not in (ENGINES, DRIVER)}
     return {
         "engines": found.get(ENGINES, 0.0),
@@ -116,7 +120,7 @@ def parted(found: Mapping[str, float]) -> dict:
 
 
 def measure(file: ServeFile, tiny: bool, as_head: bool, seconds: float, idle_s: float, say: Callable[[str], None]):
-    """`working` and `idle`: shares of a core, see `parted`; `tokens_per_s` of the replicas' counters."""
+    """Returns `working` and `idle`, shares of a core, see `parted`, and `tokens_per_s` by the replicas' counters."""
     with tempfile.TemporaryDirectory(prefix="tailrace-processes-") as folder:
         if tiny:
             say("making a tiny model")
@@ -148,7 +152,7 @@ async def _measured(client: RolloutClient, replicas: int, seconds: float, idle_s
 
 
 async def _window(client: RolloutClient, seconds: float) -> tuple[dict[str, float], int]:
-    """Shares of a core, and tokens that replicas have made. Nothing is asked within."""
+    """Returns shares of a core, and the tokens that replicas made in `seconds`. Makes no request within the window."""
     before_tokens = await _tokens(client)
     before, began_s = reading(), time.monotonic()
     await asyncio.sleep(seconds)
@@ -162,7 +166,7 @@ async def _tokens(client: RolloutClient) -> int:
 
 @asynccontextmanager
 async def _rolling(client: RolloutClient) -> AsyncIterator[None]:
-    """BATCHES under way for as long as it lasts; those that run at its end are cancelled."""
+    """Keeps BATCHES batches in flight while the context lasts. Cancels the batches that run at its end."""
     sampling = SamplingParams(ignore_eos=True)
     prompts = read_prompts(PROMPTS, {"samples": SAMPLES, "max_tokens": TOKENS, "sampling": sampling})
     numbers = count()
@@ -188,7 +192,7 @@ async def _rolling(client: RolloutClient) -> AsyncIterator[None]:
 
 
 def _name(pid: int) -> str:
-    """Empty if the process has ended since."""
+    """Returns the name of a process, empty if the process has ended."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
