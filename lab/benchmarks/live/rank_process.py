@@ -1,7 +1,7 @@
 """One rank of a stand-in trainer: a real model in one layout, which changes its weights and publishes them.
 
-`python -m tailrace.lab.benchmarks.live.rank_process RANK_JOB`: a RankJob as JSON. Prints a row of figures for each
-version, as JSON. Started by `ranks`.
+`python -m tailrace.lab.benchmarks.live.rank_process RANK_JOB`, where RANK_JOB is a RankJob as JSON. For each version it
+prints `ready`, waits for a line on stdin, publishes, and prints a row of figures as JSON. Started by `ranks`.
 """
 
 import json
@@ -15,9 +15,9 @@ from functools import partial
 
 @dataclass(frozen=True)
 class RankJob:
-    """`master`: host and port where the ranks meet. `address`: the Ray cluster's, or the gateway's for a layout that
-    publishes over HTTP. `layout`: one of `LAYOUTS`. `versions`: to publish, in order. `timeout_s`: the ranks' limit for
-    one another.
+    """Arguments of one rank. `master`: host and port where the ranks meet. `address`: address of the Ray cluster, or of
+    the gateway for a layout that publishes over HTTP. `model`: folder. `layout`: one of `LAYOUTS`. `versions`: versions
+    to publish, in order. `timeout_s`: maximum seconds that the ranks wait for one another.
     """
 
     rank: int
@@ -36,20 +36,20 @@ class RankJob:
 RANK_PROGRAM = "tailrace.lab.benchmarks.live.rank_process"
 
 CHANGE = 1.01
-"""Factor of all weights from one version to the next, which changes a bfloat16 too."""
+"""Factor of all weights from one version to the next. The factor is large enough to change a bfloat16."""
 
 STEP = 2e-6
-"""By how much each weight changes in layouts that publish deltas: about the learning rate, as under Adam."""
+"""Amount by which each weight changes in layouts that publish deltas: about the learning rate, as under Adam."""
 
 APART, HTTP, DELTAS = "_apart", "_http", "_http_deltas"
-"""Endings of layouts whose ranks take themselves for two nodes, and of those that publish over HTTP."""
+"""Endings of names of layouts: the ranks count as two nodes, publish over HTTP, or publish deltas over HTTP."""
 
 LAYOUTS = {"one": 1, "fsdp2_2": 2, "fsdp2_4": 4, "tensor_2": 2} | {f"fsdp2_2{end}": 2 for end in (APART, HTTP, DELTAS)}
-"""Number of ranks by layout: one process, FSDP2, tensor parallelism."""
+"""Number of ranks by layout: one process, FSDP2 or tensor parallelism."""
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
-"""Layers whose outputs and whose inputs tensor parallelism divides, as Megatron does."""
+"""Names of layers that tensor parallelism divides by outputs (COLUMNS) and by inputs (ROWS), as Megatron does."""
 
 
 def rank_jobs(master: str, layout: str, **shared) -> list[RankJob]:
@@ -91,7 +91,7 @@ def by_memory(job: RankJob) -> Callable:
 
 
 def over_http(job: RankJob) -> Callable:
-    """Returns the same call through the gateway, which blocks the rank until the end."""
+    """Returns the call that publishes a version from this rank through the gateway, and blocks the rank meanwhile."""
     from tailrace.app.weights.over_http import HttpWeights
 
     weights = HttpWeights(job.address, deltas=job.layout.endswith(DELTAS))
@@ -105,7 +105,7 @@ def over_http(job: RankJob) -> Callable:
 
 
 def changed_by_a_factor(model) -> Callable[[int], None]:
-    """Returns what changes a model for its next version."""
+    """Returns a function that multiplies all weights of a model by CHANGE, for its next version."""
 
     def change(version: int) -> None:
         for parameter in model.parameters():
@@ -115,7 +115,10 @@ def changed_by_a_factor(model) -> Callable[[int], None]:
 
 
 def changed_as_by_adam(model) -> Callable[[int], None]:
-    """Returns the same with a step up or down of each weight, in float32: few of a shorter type change."""
+    """Returns a function that changes each weight of a model by STEP, up or down at random, for its next version.
+
+    The steps are summed in float32, so few weights of a shorter type change.
+    """
     import torch
 
     local = [
@@ -149,7 +152,7 @@ def main(job: RankJob) -> None:
         with torch.no_grad():
             change(version)
         print("ready", flush=True)
-        sys.stdin.readline()  # all ranks are told at once
+        sys.stdin.readline()  # all ranks begin at once
         began_s = time.monotonic()
         try:
             loaded = publish(version, model)
@@ -158,7 +161,7 @@ def main(job: RankJob) -> None:
         else:
             row = {"paused_s": list(loaded.paused_s.values()), "digest": loaded.digest, "blocked_s": loaded.staged_s}
         print(json.dumps({"update_s": time.monotonic() - began_s} | row), flush=True)
-    os._exit(0)  # the others may still wait for their end
+    os._exit(0)  # without teardown: other ranks may not have ended yet
 
 
 if __name__ == "__main__":

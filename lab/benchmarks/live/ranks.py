@@ -1,7 +1,7 @@
 """Updates from every rank of a trainer, by layout: two replicas decode, and ranks are processes of this machine.
 
-Ranks publish through shared memory, or over HTTP, then also by a link that carries few bytes a second. The layouts take
-turns, each with ranks of its own; the first update of each is not counted.
+Ranks publish through shared memory or over HTTP, the latter optionally over a link that carries few bytes a second. The
+layouts run one after the other, each with new rank processes. The first update of each layout is not counted.
 """
 
 import asyncio
@@ -34,8 +34,10 @@ from tailrace.lab.verification.services import own_gateway
 
 @dataclass(frozen=True)
 class RanksBench:
-    """What is measured. `samples`: decoding meanwhile. `link_mbit`: a second, and `link_ms`: there and back, of ranks
-    that publish over HTTP; None and 0: this machine's own.
+    """The benchmark. `repeats`: counted updates of each layout. `samples`: number of samples that decode meanwhile.
+
+    `link_mbit`: Mbit/s of the link of ranks that publish over HTTP; None: no limit. `link_ms`: milliseconds there and
+    back over the link. With None and 0 the ranks reach the gateway directly.
     """
 
     layouts: Sequence[str]
@@ -46,7 +48,7 @@ class RanksBench:
     say: Callable[[str], None]
 
     def measure(self, file: ServeFile) -> dict:
-        """Returns medians by layout, with every update. Seconds from the moment when all ranks are told to publish."""
+        """Returns medians by layout, and every update. Seconds begin when all ranks are told to publish."""
         model = resolve_model(file.application.args.engine.model)
         with TemporaryDirectory(prefix="tailrace-ranks-") as folder:
             gateway, trainer = _with_trainer(file, Path(folder) / "tokens")
@@ -81,11 +83,11 @@ class RanksBench:
     async def _updates(
         self, load: DecodingLoad, ranks: "RankProcesses", versions: tuple[int, ...], link: SlowLink
     ) -> list[list[dict]]:
-        """Returns the rows of all ranks by version."""
+        """Publishes all versions. Returns the rows of all ranks, a list for each version."""
         with ranks:
             rows = []
             for version in versions:
-                await load.busy(version - 1, replicas=1)  # it may hold all samples
+                await load.busy(version - 1, replicas=1)  # one replica may run all samples
                 before = link.carried
                 rows.append(await asyncio.to_thread(ranks.publish))
                 rows[-1][0]["carried"] = link.carried - before
@@ -94,8 +96,9 @@ class RanksBench:
 
 
 def _with_trainer(file: ServeFile, tokens: Path) -> tuple[GatewayApplication, str]:
-    """Returns a gateway for this machine and one trainer, and the address by which that reaches it. `tokens`: the file
-    of its token, which is written.
+    """Returns a gateway for this machine and one trainer, and the address by which the trainer reaches the gateway.
+
+    Writes the trainer's token to the file `tokens`.
     """
     token = secrets.token_hex(16)
     tokens.write_text(f"{Role.TRAINER} {token}\n")
@@ -104,7 +107,7 @@ def _with_trainer(file: ServeFile, tokens: Path) -> tuple[GatewayApplication, st
 
 
 class RankProcesses:
-    """The processes of the ranks of one layout. `commands`: that of each rank, see `rank_process`."""
+    """The processes of the ranks of one layout. `commands`: the command of each rank, see `rank_process`."""
 
     def __init__(self, commands: Iterable[Sequence[str]], environment: Mapping[str, str] = os.environ):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -121,19 +124,19 @@ class RankProcesses:
     def publish(self) -> list[dict]:
         """Has all ranks publish the next version. Returns their rows. Raises Failed if a rank has ended."""
         for process in self.processes:
-            self.line(process)  # it is ready
+            self.line(process)  # "ready"
         for process in self.processes:
             self.tell(process)
         return [json.loads(self.line(process)) for process in self.processes]
 
     def line(self, process: subprocess.Popen) -> str:
-        """Returns the next line of a rank. Raises Failed if it has ended."""
+        """Returns the next line of a rank. Raises Failed if the rank has ended."""
         if not (line := process.stdout.readline()):
             raise Failed(f"a rank has ended: {process.args[-1]}")
         return line.strip()
 
     def tell(self, process: subprocess.Popen) -> None:
-        """Has one rank publish."""
+        """Tells one rank to publish."""
         process.stdin.write("\n")
         process.stdin.flush()
 
@@ -141,8 +144,8 @@ class RankProcesses:
 def ranks_here(
     model: Path, layout: str, versions: tuple[int, ...], address: str, timeout_s: float = 60.0
 ) -> RankProcesses:
-    """Returns the ranks of a layout as processes of this machine. `versions`: those to publish. `address`: of the
-    cluster or the gateway. `timeout_s`: their limit for one another.
+    """Starts the ranks of a layout as processes of this machine. `versions`: versions to publish. `address`: address of
+    the cluster or the gateway. `timeout_s`: maximum seconds that the ranks wait for one another.
     """
     master = f"127.0.0.1:{free_port('127.0.0.1')}"
     jobs = rank_jobs(master, address=address, model=str(model), layout=layout, versions=versions, timeout_s=timeout_s)
@@ -155,7 +158,7 @@ def _bytes_of(model: Path) -> int:
 
 
 def _medians(updates: list[list[dict]]) -> dict:
-    """An update takes as long as its slowest rank."""
+    """Returns medians over the updates, and all updates. An update takes as long as its slowest rank."""
     paused = [value for ranks in updates for value in ranks[0]["paused_s"]]
     carried = median(ranks[0]["carried"] for ranks in updates)
     found = {key: median(max(rank[key] for rank in ranks) for ranks in updates) for key in ("update_s", "blocked_s")}

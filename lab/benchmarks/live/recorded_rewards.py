@@ -1,4 +1,4 @@
-"""Rewards of a trace for its recorded answers. `reward` is a reward function of the learner, by its dotted path."""
+"""Rewards of a trace for its recorded answers. The learner finds the reward function `reward` by its dotted path."""
 
 import json
 from collections.abc import Iterable
@@ -6,12 +6,12 @@ from hashlib import blake2b
 
 
 def key_of(rewarded: Iterable[tuple[str, float]]) -> str:
-    """The `answer` of a question: the recorded rewards by digest of the completion."""
+    """Returns the `answer` of a question: the recorded rewards by digest of the completion, as JSON."""
     return json.dumps({_digest(text): value for text, value in rewarded})
 
 
 def reward(prompt, completion: str, answer: str) -> float:
-    """The recorded reward. Raises KeyError for a completion that was not recorded."""
+    """Returns the recorded reward. Raises KeyError for a completion that was not recorded."""
     return json.loads(answer)[_digest(completion)]
 
 

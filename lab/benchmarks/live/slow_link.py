@@ -1,7 +1,7 @@
 """A relay on loopback that is as slow as a link between two sites, for ranks far from a gateway. Called by `ranks`.
 
-It carries a maximum of bytes a second towards the gateway, and all bytes arrive later. Losses and the slow start of
-TCP's connections are not in it.
+The relay carries a maximum of bytes a second towards the gateway, and delays all bytes in both directions. Losses and
+the slow start of TCP connections are not modelled.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from collections.abc import Callable
 PART_BYTES = 64 << 10
 
 LATE_S = 0.05
-"""Seconds by which the relay's own wake-ups may be late without costing the link."""
+"""Seconds by which a wake-up of the relay may be late without lowering the rate of the link."""
 
 
 class SlowLink:
-    """Runs on a thread of its own, until it is left. `port`: the one on loopback that it leads to. `mbit`: maximum of
-    all connections together, a second, towards that port. `delay_s`: one way. `carried`: bytes so far. `address`: host
-    and port.
+    """A relay on a separate thread, which runs while its context lasts. `port`: port on loopback to which the relay
+    leads. `mbit`: maximum Mbit/s of all connections together, towards that port. `delay_s`: seconds of delay one way.
+    `carried`: bytes carried towards the port so far. `address`: host and port of the relay.
     """
 
     def __init__(self, port: int, mbit: float, delay_s: float = 0.0):
@@ -59,11 +59,11 @@ class SlowLink:
         self._loop.call_later(self._delay_s, writer.close)
 
     async def _wait(self, count: int) -> None:
-        """Waits until the link has carried these bytes, after all before them."""
+        """Waits until the link has carried `count` more bytes, after all earlier ones."""
         self.carried += count
         self._free_s = max(self._free_s, self._loop.time() - LATE_S) + count / self._bytes_per_s
         await asyncio.sleep(self._free_s - self._loop.time())
 
 
 async def _no_wait(count: int) -> None:
-    """The other direction carries short answers."""
+    """Does not wait: the direction from the gateway carries short answers."""

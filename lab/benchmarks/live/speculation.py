@@ -1,8 +1,8 @@
-"""Replayed rollouts on real replicas under every draft budget, against none and against vLLM's own drafters.
+"""Replayed rollouts on real replicas under every draft budget, against no drafts and against vLLM's own drafters.
 
-Every run replays the same tokens with the same scheduling on two replicas; only what drafts differs. Runs that share
-engine settings share a service, and take turns, so that a machine that slows down slows all of them. No run has the
-history of another: it would hold the very answers to be replayed.
+Every run replays the same tokens with the same scheduling on two replicas: runs differ in their drafts alone. Runs with
+the same engine settings share a service and take turns, so that a machine that slows down slows all of them. History
+is deleted before each run, since it would hold the answers that the run replays.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tailrace.policies.families.registry import Policies
 
 LOOK_S = 0.25
 TAIL_RUNNING = 2
-"""The tail of this benchmark: nothing waits, and no replica runs more than so many samples."""
+"""Maximum number of samples that a replica runs in the tail. In the tail of this benchmark no sample waits."""
 
 KEPT = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "drafted_tokens", "accepted_share")
 
@@ -34,7 +34,7 @@ BUDGETS: dict[str, object] = {
     **{name: name for name in ("aimd", "length_class", "closed_form", "concurrency", "goodput")},
 }
 ALL = {"type": "fixed", "tokens": 16}
-"""The policy of vLLM's own drafters: all that they propose is verified, as in vLLM."""
+"""Drafting policy for vLLM's own drafters: all drafts that they propose are verified, as in vLLM."""
 
 OF_VLLM: dict[str, Engine] = {
     "ngram": of_vllm(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2),
@@ -43,7 +43,9 @@ OF_VLLM: dict[str, Engine] = {
 
 
 class SpeculationLook:
-    """One look at a running service: seconds since the rollout began, samples that wait and run, work done so far."""
+    """One look at a running service. `at_s`: seconds since the rollout began. `in_tail`: whether it is in its tail.
+    `work`: work counts so far, summed over replicas.
+    """
 
     def __init__(self, at_s: float, status: ServiceSnapshot):
         self.at_s = at_s
@@ -57,7 +59,7 @@ class SpeculationLook:
 def measure(
     file: ServeFile, groups: tuple[PromptGroup, ...], repeats: int, say: Callable[[str], None], plot: OutputFile | None
 ) -> dict:
-    """Of each run the repeat with the shortest makespan; ratios are of makespans, `tail_speedup` of tokens a second."""
+    """Returns, for each run, the repeat with the shortest makespan, and `ratios`. `plot`: file for the picture."""
     runs: dict[str, dict] = {}
     series: dict[str, list[SpeculationLook]] = {}
     for engine, budgets in [(GROUP, BUDGETS), *((engine, {name: ALL}) for name, engine in OF_VLLM.items())]:
@@ -79,7 +81,10 @@ def measure(
 
 
 def ratios(runs: dict[str, dict]) -> dict:
-    """`goodput` against the others: above 1 it is faster."""
+    """Returns `goodput` against the other runs: above 1, `goodput` is faster.
+
+    Ratios are of makespans; `tail_speedup` is `goodput` against no drafts, of tokens a second in the tail.
+    """
     ours = runs["goodput"]
     fixed = min((runs[f"fixed_{tokens}"] for tokens in FIXED), key=lambda run: run["makespan_s"])
     tail = (ours["tail_tokens_per_s"], runs["off"]["tail_tokens_per_s"])
@@ -94,7 +99,7 @@ async def _roll(client: RolloutClient, name: str, policies: Policies, groups) ->
     await client.reset_caches()
     await client.forget_history()
     await client.set_policies(policies)
-    await asyncio.sleep(4 * LOOK_S)  # until the replicas' reports hold what they did before
+    await asyncio.sleep(4 * LOOK_S)  # until the reports of replicas hold all work of the last run
     batch = RolloutBatch(batch_id=f"bench-{name}", groups=groups)
     began_s, looks = time.monotonic(), []
 
@@ -114,7 +119,10 @@ async def _roll(client: RolloutClient, name: str, policies: Policies, groups) ->
 
 
 def shares(looks: list[SpeculationLook]) -> dict:
-    """Tokens a verification, the share of time spent on drafts, and tokens a second in the tail; None: not seen."""
+    """Returns tokens a verification, the share of time spent on drafts, and tokens a second in the tail.
+
+    A figure is None if the looks do not show it.
+    """
     did = _between(looks[0], looks[-1])
     busy_us = did.get("step_us", 0) + did.get("draft_us", 0)
     tail = [(a, b) for a, b in pairwise(looks) if a.in_tail and b.in_tail]

@@ -1,7 +1,7 @@
-"""Replayed rollouts on real replicas: the verl-like baseline against divided, context-aware rollout, in one run.
+"""Replayed rollouts on real replicas: the verl-like baseline against divided, context-aware rollout, in one service.
 
-Baseline: whole groups bound to a replica up front, every sample in one piece. Ours: Algorithm 1 of Seer over chunks.
-Both replay the same tokens on the same replicas, with caches forgotten in between; the ratio is of makespans.
+The baseline binds whole groups to a replica up front, and computes every sample in one piece. Tailrace runs Algorithm 1
+of Seer over chunks. Both replay the same tokens on the same replicas, and caches are reset before each run.
 """
 
 import asyncio
@@ -18,9 +18,12 @@ KEPT = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samp
 
 
 def runs(file: ServeFile, chunk_tokens: int, oracle: bool) -> dict[str, Policies]:
-    """The baseline, and Seer's ordering in chunks with the placement that the configuration names; then the oracle."""
+    """Returns the policies by name: the baseline, then Seer's ordering in chunks with the configured placement.
+
+    `oracle`: adds the ordering by true lengths, longest first.
+    """
     placement = file.application.policies.placement
-    off = {"drafting": "off"}  # this is about scheduling
+    off = {"drafting": "off"}  # the comparison is of scheduling alone
     static = {"ordering": "group_static", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
     static |= off
     chunked = {"placement": placement, "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}} | off
@@ -53,7 +56,10 @@ def measure(
     repeats: int,
     say: Callable[[str], None],
 ) -> dict:
-    """The best of `repeats` runs each; `ratio` is baseline over Seer's order, of makespans; `tail_ratio` of tails."""
+    """Returns the run of each policy with the shortest makespan of `repeats`.
+
+    `ratio`: makespan of the baseline over that of Seer's ordering. `tail_ratio`: the ratio of their tails.
+    """
     say("starting the service")
     with service(file, None) as client:
         result = asyncio.run(_roll_all(client, named, groups, repeats, say))
