@@ -1,11 +1,10 @@
-"""What becomes of the tail: every tail policy on real replicas, beside static groups, samples that are sent whole to
-the replica with fewest in flight, the latter also with our drafts, and both with vLLM's suffix drafts.
+"""Tail policies on real replicas, against static groups and samples sent whole to the replica with fewest in flight.
 
-All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
-forgotten. Orders that draw do so alike within a turn, and again in the next: when the longest sample starts is luck.
-The earlier checkpoint is history for whoever drafts from it: ours reads it from disk, vLLM's suffix cache has rolled it
-out before. Replica-seconds are those in which a replica was up, from submission to the last sample.
-Called by `tailrace bench tail`.
+The latter baseline also runs with Tailrace's drafts, and both baselines with vLLM's suffix drafts. All runs replay the
+same tokens. Runs of one service take turns, each with all replicas up and all caches reset. Orderings that draw at
+random have one seed in all runs of a turn, and another in the next, since it is luck when the longest sample starts.
+The earlier checkpoint is history for drafts: Tailrace reads it from disk, for vLLM's suffix cache it is rolled out
+first. Replica-seconds count replicas that are up, from submission to the last sample. Called by `tailrace bench tail`.
 """
 
 import asyncio
@@ -49,15 +48,16 @@ BATCH = "bench-tail"
 SUFFIX: Engine = of_vllm(method="suffix", num_speculative_tokens=16)
 STATIC = WHOLE | {"drafting": "off", "lanes": "none"}
 ROUTED = STATIC | {"ordering": "fcfs", "placement": "round_robin"}
-"""Today's trainers (verl's agent loop, prime-rl). All samples are sent at once, or one where another has ended: the one
-after the other is the replica with fewest in flight, or the only one with a place."""
+"""Policies of the run `routed`, as in today's trainers (verl's agent loop, prime-rl). Each sample goes to the replica
+with fewest in flight: the next one in turn while all samples are sent at once, later the one where a sample ended.
+"""
 
 GROUPED = "routed_group"
-"""Run like `routed` with our own drafts, those of the configuration: what is left to others is chunks and moves."""
+"""Name of the run like `routed` with the configured drafts. Others gain over this run by chunks and moves alone."""
 
 RACE = {"type": "fastest_of_n"}
 RUNGS = (*USUAL, *(MethodProfile(name, USUAL[0].curve, (ACCEPTED[name],)) for name in ("history", "ngram")))
-"""For copies that draft from parts of the index, where there is no draft model."""
+"""Draft methods of the run `race`: the usual ones, and parts of the index for services without a draft model."""
 
 TAILS: dict[str, dict] = {
     "hold": {"tail": "hold"},
@@ -67,21 +67,22 @@ TAILS: dict[str, dict] = {
     "race": {"tail": "hold", "racing": RACE | {"rungs": RUNGS}},
     "auto": {"tail": "auto", "racing": RACE},
 }
-"""What freed replicas do; all else is as the configuration says. `draft` needs draft models for free places; `auto`
-races only where there is one: parts of the index are not expected to bring more than all of it."""
+"""Policies for freed replicas, by run; all others are as configured. `draft` needs draft models for free places. `auto`
+races only if there is a draft model, since parts of the index are not expected to gain over the whole index.
+"""
 
 LANES = {"lanes": {"type": "auto"}, "lengths": {"type": "belief"}}
-"""Of the run `lanes`, which is otherwise like `auto`; the other runs have no lanes."""
+"""Policies that the run `lanes` has besides those of `auto`. Other runs have no lanes."""
 
-ALL = {"drafting": {"type": "fixed", "tokens": 16}}  # that vLLM's drafter proposes
+ALL = {"drafting": {"type": "fixed", "tokens": 16}}  # all tokens that vLLM's drafter proposes
 WITH_SUFFIX = {"static_suffix": STATIC | ALL, "routed_suffix": ROUTED | ALL}
-"""Runs whose drafts are vLLM's suffix, each on a service of its own."""
+"""Policies of the runs with vLLM's suffix drafts, each on a separate service."""
 
 NAMES = ("static", "routed", GROUPED, "seer", *TAILS, "lanes", *WITH_SUFFIX)
-"""Of all runs."""
+"""Names of all runs."""
 
 SETTLED_S = 5.0
-"""By then Serve has stopped what it was told to stop."""
+"""Seconds after which Serve has stopped the replicas that it was told to stop."""
 
 KEPT = (
     "makespan_s", "tail_s", "drain_s", "mean_sample_s", "tokens", "moved_samples", "drafted_tokens", "accepted_share",
@@ -90,7 +91,9 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Replay:
-    """`groups` to roll out; of the checkpoint before theirs the same in `earlier`, and its texts as `lines`."""
+    """A replayed workload. `groups`: groups to roll out. `earlier`: the same prompts with the answers of the checkpoint
+    before. `lines`: the texts of `earlier`, as lines of a trace.
+    """
 
     groups: Sequence[PromptGroup]
     earlier: Sequence[PromptGroup]
@@ -99,11 +102,11 @@ class Replay:
 
     @property
     def step(self) -> int:
-        """Behind all that is history."""
+        """Policy step of the rollout: the one after the last step in history."""
         return 1 + max(epoch["policy_step"] for line in self.lines for epoch in line["epochs"])
 
     def remember(self, history_dir: Path) -> None:
-        """Have the earlier checkpoint on disk, as an epoch of history."""
+        """Writes the earlier checkpoint to disk, as an epoch of history."""
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
             file.writelines(json.dumps(line) + "\n" for line in self.lines)
             file.flush()
@@ -115,14 +118,13 @@ def measure(
     file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, say: Callable[[str], None],
     names: Sequence[str] = NAMES,
 ) -> dict:  # fmt: skip
-    """`runs` by name, of `names` alone, medians of the repeats, with all makespans; ratios are of makespans, above 1
-    the run is faster, and there are none to a baseline that is not among them.
+    """Returns `runs` by name, those of `names`: medians of the repeats, with all makespans. Ratios are of makespans:
+    above 1 the run is faster. There are no ratios to a baseline that is not in `names`.
 
-    `simulated`: the same without noise, of those that a replay can tell apart, so none with draft models, and
-    `clairvoyant`, lanes by true lengths, which is what scheduling can reach with that knowledge. `evened_s`:
-    makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's lower bound
-    at the quickest steps that probes found here, and at the acceptance of that run, over its makespan;
-    `reachable_share`: the same of work + longest, what is reachable without knowledge of who is long.
+    `simulated`: the runs in the simulator, without noise, and `clairvoyant`, lanes by true lengths, which shows what
+    scheduling can reach with that knowledge. A configuration with draft models has none. `evened_s`: see `evened`.
+    `bound_share`: the simulator's lower bound over the run's makespan, at the quickest steps that probes measured and
+    at the run's acceptance. `reachable_share`: the same for work + longest, which needs no knowledge of lengths.
     """
     replicas = file.application.args.replicas.max
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
@@ -161,8 +163,10 @@ def measure(
 
 
 def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
-    """The two baselines, the second also with the configured drafts, Seer's order in chunks, and the configured
-    policies with every choice for the tail.
+    """Returns the policies by run: the two baselines, the second also with the configured drafts, Seer's ordering in
+    chunks without drafts, and the configured policies with each entry of TAILS, and with lanes.
+
+    Leaves out `draft` unless the configuration has draft models that come and go.
     """
     configured = file.application.policies.model_dump() | {"lanes": "none"}
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
@@ -179,13 +183,13 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
 
 
 def rotated(names: Sequence[str], turn: int, turns: int) -> tuple[str, ...]:
-    """Of each turn another one first: a machine that gets slower is no one's fault."""
+    """Returns the names, with another one first in each turn: a machine that slows down then favours none."""
     first = turn * len(names) // turns
     return (*names[first:], *names[:first])
 
 
 def drawn(policies: Policies, turn: int) -> Policies:
-    """The same, whose order draws what that turn draws, where it draws."""
+    """Returns the policies of a turn: an ordering that draws at random gets the seed of the turn."""
     ordering = policies.ordering
     if not hasattr(ordering, "seed"):
         return policies
@@ -193,7 +197,7 @@ def drawn(policies: Policies, turn: int) -> Policies:
 
 
 def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: float) -> float:
-    """Replica-seconds between two `time.time()`, from changes in the order heard; before the first nothing is up."""
+    """Returns the replica-seconds between two unix times. `changes`: by arrival; no replica is up before the first."""
     total, up, since_s = 0.0, 0, began_s
     for change in changes:
         at_s = min(max(change.at_s, began_s), ended_s)
@@ -202,21 +206,25 @@ def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: floa
 
 
 def ratios(runs: Mapping[str, Mapping], to: str) -> dict[str, float]:
-    """How many times as fast as that run each was; nothing where it did not run."""
+    """Returns the makespan of the run `to` over that of each run, or nothing if there was no run `to`."""
     if to not in runs:
         return {}
     return {name: round(runs[to]["makespan_s"] / run["makespan_s"], 3) for name, run in runs.items()}
 
 
 def drain_s(ends_s: Sequence[float], places: int) -> float:
-    """Of samples that ended then: from when the replicas had places for all that were left, until the last one."""
+    """Returns the seconds from when the replicas had places for all samples left until the last one ended.
+
+    `ends_s`: seconds at which samples ended. `places`: number of samples that all replicas run at a time.
+    """
     ends_s = sorted(ends_s)
     return ends_s[-1] - (ends_s[-places - 1] if len(ends_s) > places else 0.0)
 
 
 def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
-    """Makespans had all of them taken equally long until nothing waited: their median. Until then they do the same, and
-    differ by what else the machine did; then each takes its own median drain."""
+    """Returns makespans without the differences before the drain: the median time before the drain over all runs, plus
+    the median drain of each run. Before the drain tail policies do the same, and differ by other load of the machine.
+    """
     heads = [
         whole_s - drained_s
         for run in runs.values()
@@ -226,7 +234,7 @@ def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
 
 
 async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
-    """Every run by name, taking turns, and the probes before each turn."""
+    """Rolls out every run in turns, with probes before each turn. Returns figures by run, and the probes."""
     await _all_up(client, replicas)
     probes = Probes(client, replicas, say, await engines(client))
     runs = {name: [] for name in policies_of}
@@ -243,8 +251,10 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
 
 
 async def _suffix(client: RolloutClient, name: str, replay: Replay, replicas: int, say) -> dict:
-    """A run of WITH_SUFFIX; the earlier checkpoint first, which vLLM's cache then knows. Once: then it knows the
-    answers, too, and cannot be made to forget them."""
+    """Rolls out a run of WITH_SUFFIX after the earlier checkpoint, which vLLM's suffix cache then holds.
+
+    Runs once, since vLLM's cache then also holds the answers, and cannot be cleared.
+    """
     await client.set_policies(Policies(**WITH_SUFFIX[name]))
     await _all_up(client, replicas)
     say("rolling out the earlier checkpoint")
@@ -256,7 +266,7 @@ async def _suffix(client: RolloutClient, name: str, replay: Replay, replicas: in
 
 
 async def _roll(client: RolloutClient, name: str, replay: Replay, replicas: int) -> dict:
-    """Under a batch id of its own: what is known of groups in flight is kept by their names."""
+    """Rolls out a run, and returns its figures. `name`: unique, since data on groups in flight is kept by batch id."""
     await _all_up(client, replicas)
     places = sum(replica.max_running for replica in (await client.status()).replicas)
     await client.reset_caches()
@@ -283,14 +293,17 @@ async def _listen(client: RolloutClient, heard: list[ReplicasChanged]) -> None:
 
 
 async def _all_up(client: RolloutClient, replicas: int) -> None:
-    """As a driver would have it before a step; a replica that the last run gave back at its end may still be there."""
+    """Reserves all replicas, as a driver does before a step, and waits until they are up.
+
+    SETTLED_S pass before that, since a replica that the last run gave back at its end may still be up.
+    """
     await client.reserve(replicas)
     await asyncio.sleep(SETTLED_S)
     await whole(client, replicas)
 
 
 def _with(file: ServeFile, engine: Engine, history_dir: Path | None) -> ServeFile:
-    """The configuration with other drafts, and with history where it is told."""
+    """Returns the configuration with other engine settings, and with history in `history_dir` if it is given."""
     file = with_engine(file, dict(engine))
     application = file.application
     context = ContextConfig(history_dir=str(history_dir)) if history_dir else None

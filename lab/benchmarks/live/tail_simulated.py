@@ -1,7 +1,7 @@
-"""The runs of `bench tail` in the simulator: what policies come to on replicas as probes found them, without noise.
+"""The runs of `bench tail` in the simulator, without noise, on replicas as fast as the probes measured.
 
-Same tokens, same history, the engines' own drafting code (`lab.replay.speculation`): two runs differ by what policies
-decide, and by nothing else. Invariant: nothing is fitted to the live runs. Called by `bench tail`.
+All runs have the same tokens, the same history and the engines' own drafting code (`lab.replay.speculation`), so they
+differ by the decisions of policies alone. Invariant: nothing is fitted to the live runs. Called by `bench tail`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,22 +23,24 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 
 DRAWS = 8
-"""Of orders that draw: when the one long sample starts is luck, the same for all policies in a draw."""
+"""Number of draws of orderings that draw at random: when the longest sample starts is luck, and a draw is the same for
+all policies.
+"""
 
 BATCH = "simulated-tail"
 
 UNTOLD = ("race",)
-"""Runs left out: what copies draft from is all one to a replay."""
+"""Names of runs that are left out: a replay does not distinguish what copies draft from."""
 
 MOST_DRAFTS = DraftConfig().draft_tokens
-"""Draft tokens of a step that the bounds allow for: what `bench tail` has its engines draft at most."""
+"""Maximum number of draft tokens of a sample in a step, for the bounds: the default of engines, as in `bench tail`."""
 
 KEPT = ("makespan_s", "tail_s", "replica_s", "returned_replica_s", "bound_share", "reachable_share")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Drafts that are right so often, whatever the sample."""
+    """A chance that a draft token is right, `accepted`, which is the same for all samples."""
 
     accepted: float
 
@@ -50,10 +52,10 @@ def simulated(
     groups: Sequence[PromptGroup], earlier: Sequence[PromptGroup], models: tuple[ReplicaModel, ReplicaModel],
     limits: Limits, named: Mapping[str, Callable[[int], Policies]], say: Callable[[str], None],
 ) -> dict[str, dict]:  # fmt: skip
-    """Means over the draws of each run, by name, and all makespans. `models`: of a replica that never drafts and of one
-    that does; `named`: policies by draw; `earlier`: answers to the same prompts, which are history.
+    """Returns the figures of each run by name, means over the draws, and all makespans. Leaves out the runs of UNTOLD.
 
-    Without those in `UNTOLD`.
+    `models`: models of a replica that never drafts and of one that does. `named`: for each run, its policies by draw.
+    `earlier`: groups with the same prompts whose answers are history.
     """
     found = {}
     for name, policies_of in named.items():
@@ -83,13 +85,13 @@ def _history(past: Recorded) -> list[PastAnswer]:
 
 
 def quickest(probes: Probes) -> ReplicaModel:
-    """A replica as in the quickest of the probes' steps."""
+    """Returns the model of a replica as fast as the quickest of the probes' steps, without busy neighbours."""
     profile = probes.drafting(pooled(probes.ladders))
     share = min(1.0, *probes.alone) * min(beside_fit(probes.steps(), profile["fit"]))
     return slowed(model_of(profile, *probes.told, 0.0), share)
 
 
 def least(accepted_share: float | None, groups: Sequence[WorkloadGroup], cluster: Cluster) -> dict[str, float]:
-    """The simulator's lower bounds for a run of which this share of the draft tokens was right; None: no drafts."""
+    """Returns the lower bounds of a run. `accepted_share`: share of draft tokens that were right; None: no drafts."""
     accepted = Rate(accepted_share) if accepted_share else None
     return bounds(groups, cluster, accepted, MOST_DRAFTS if accepted else 0)

@@ -1,8 +1,8 @@
 """Whole steps of training, rollout and gradients, by one trainer in several modes over the same tokens.
 
-Recorded answers are replayed: engine steps and gradients are computed for real, the trace decides tokens and rewards.
-Baselines: static groups without drafts and a trainer that waits (verl's shape), and TRL's own generation. Modes take
-turns on one service. Called by `tailrace bench train`.
+Recorded answers are replayed: engine steps and gradients are really computed, and the trace gives tokens and rewards.
+The baselines are static groups without drafts and a trainer that waits (as verl does), and TRL's own generation. Modes
+run one after the other on one service. Called by `tailrace bench train`.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from tailrace.policies.families.registry import Policies
 
 STATIC, TRL, FINISH = "static", "trl", "finish"
 MODES = {STATIC: Mode.SYNC} | {mode.value: mode for mode in Mode} | {FINISH: Mode.BOUNDED}
-"""Names of the runs over the service, with the learner's mode."""
+"""The learner's mode of each run over the service, by name."""
 
 MAX_STALENESS = 2
-"""Updates between a sample's begin and its use, in the modes that have such a bound; 1 in the run `finish`."""
+"""Maximum updates between a sample's begin and its use, in modes that have such a limit; 1 in the run `finish`."""
 
 NAMES = (*MODES, TRL)
 
@@ -42,7 +42,9 @@ Answers = Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class TrainingReplay:
-    """`prompts`: a file of prompts for the task, whose epoch is `steps` steps; `answers`: to each of them."""
+    """A replayed training run. `prompts`: file of prompts for the task. `answers`: recorded answers to each prompt.
+    `groups`: prompts of a step. `samples`: samples of a group. `steps`: number of steps that count.
+    """
 
     prompts: Path
     answers: Answers
@@ -52,7 +54,7 @@ class TrainingReplay:
     steps: int
 
     def config(self, model: str, mode: Mode, max_staleness: int) -> TrainConfig:
-        """Every question comes once, so no draft has an answer of an earlier step."""
+        """Returns the configuration. Each question comes once, so no draft has an answer of an earlier step."""
         task = {"prompts": self.prompts, "chat": False, "reward": RECORDED, "held_out": 0, "train": len(self.answers)}
         trainer = {"shares_cores": True, "max_held_gradients": self.groups - 1, "samples_per_pass": 1}
         return TrainConfig(
@@ -79,7 +81,7 @@ class ReplayingClient:
         return getattr(self._client, name)
 
     def rollout_blocking(self, batch: RolloutBatch) -> Iterator[GroupResult]:
-        """The batch, each group with its recorded answers."""
+        """Rolls out the batch, with each group's recorded answers, and yields its groups."""
         groups = tuple(
             group.model_copy(update={"forced_token_ids": self._answers[group.token_ids]}) for group in batch.groups
         )
@@ -87,8 +89,10 @@ class ReplayingClient:
 
 
 def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: Callable[[str], None]) -> dict:
-    """`modes` by name: seconds a step (`step_s`), their `ratio` to static groups, the idle share of replicas, and the
-    share of the bound: all seconds of cores that engines and trainer took, over all cores."""
+    """Returns `modes` by name: the `figures` of each, and for TRL `step_s` and `idle_share` (None) alone.
+
+    `ratio`: step seconds of static groups over those of the mode. `tokens`: tokens of each step.
+    """
     engine = file.application.args.engine
     cores = file.application.args.replicas.max * (engine.cores or 1)
     rows: dict[str, list[LedgerRow]] = {}
@@ -111,7 +115,7 @@ def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: 
 
 
 def policies_of(name: str, configured: Policies) -> Policies:
-    """Of a run. Where gradients run beside engines, the last samples gather on few of them."""
+    """Returns the policies of a run. If gradients run beside engines, the last samples gather on few engines."""
     if name == STATIC:
         return Policies(**WHOLE | {"drafting": "off"})
     ends = {"kv_on_update": Finish()} if name == FINISH else {}
@@ -120,7 +124,9 @@ def policies_of(name: str, configured: Policies) -> Policies:
 
 
 def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
-    """Means over the steps. `bound_share`: work that was done, over all cores, as a share of the step."""
+    """Returns the means over steps. `bound_share`: busy seconds of engines and trainer, divided by the cores and by the
+    seconds of a step.
+    """
     step_s = mean(row.seconds.step for row in rows)
     busy_s = mean(row.replica_s - row.idle_replica_s for row in rows)
     trainer_s = mean(row.trainer_cpu_s for row in rows)
@@ -142,7 +148,9 @@ def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
 
 
 def _trained(client, replay: TrainingReplay, model: str, name: str, folder: Path, say) -> list[LedgerRow]:
-    """The steps that count: the first one warms up, and a mode that is ahead has nothing to be ahead of in its last."""
+    """Trains, and returns the steps that count. The first step is left out, since it warms up. So are the last steps of
+    modes that start samples ahead, since these steps have nothing left to start.
+    """
     from tailrace.app.train.record.run_folder import RunFolder
     from tailrace.app.train.run import train
     from tailrace.app.train.task import read_task
@@ -151,7 +159,7 @@ def _trained(client, replay: TrainingReplay, model: str, name: str, folder: Path
     say(f"{name}: {config.steps} steps")
     client = ReplayingClient(client, replay.answers)
     rows = train(client, config, read_task(config.task), RunFolder(folder, config), say).rows
-    gc.collect()  # a trainer is full of cycles: those of four modes together took 15 GB, and Ray killed engines
+    gc.collect()  # a trainer has reference cycles: those of four modes took 15 GB, and Ray killed engines
     return rows[1 : replay.steps + 1]
 
 

@@ -1,6 +1,6 @@
 """TRL's own trainer and generation over recorded answers, on the same cores. Called by `train`.
 
-Transformers generates; a logits processor leaves the recorded token alone, so the work is that of sampling it.
+Transformers generates the answers. A logits processor forces the recorded token, so the work is that of sampling.
 """
 
 import time
@@ -22,7 +22,9 @@ from tailrace.lab.benchmarks.live.train import TrainingReplay
 
 
 class RecordedTokens(LogitsProcessor):
-    """`answers`: rows of token ids, in the order of the batch; `prompt_tokens`: columns before the first of them."""
+    """Logits processor that forces recorded answers. `answers`: rows of token ids, in the order of the batch.
+    `prompt_tokens`: number of columns before the first answer token. `end`: token after a row's last.
+    """
 
     def __init__(self, answers: list[tuple[int, ...]], prompt_tokens: int, end: int):
         self._answers, self._prompt_tokens, self._end = answers, prompt_tokens, end
@@ -35,7 +37,7 @@ class RecordedTokens(LogitsProcessor):
 
 
 class StepSeconds(TrainerCallback):
-    """Seconds of each step."""
+    """Callback that records the seconds of each step."""
 
     def __init__(self):
         self.seconds: list[float] = []
@@ -48,7 +50,7 @@ class StepSeconds(TrainerCallback):
 
 
 def trl_step_s(replay: TrainingReplay, model: str, folder: Path) -> float:
-    """Mean seconds of a step after the first."""
+    """Runs TRL's trainer, and returns the mean seconds of a step after the first."""
     model = str(resolve_model(model))
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = replay.config(model, "sync", 1)
@@ -84,7 +86,7 @@ def trl_step_s(replay: TrainingReplay, model: str, folder: Path) -> float:
 
 
 def _replay(model, tokenizer, answers: Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]) -> None:
-    """Have `model.generate` replay the answers to its prompts, which come repeated."""
+    """Makes `model.generate` replay the recorded answers. A prompt is repeated once for each of its answers."""
     generate = model.generate
 
     def replayed(input_ids, attention_mask, **options):

@@ -1,7 +1,7 @@
 """Turns and tools on real replicas: samples that are held between their turns, against each turn as a new request.
 
-The modes take turns on one service, with empty caches and no history; their tokens must be the same. A tool is a wait,
-and a text of digits that no index can know.
+The modes take turns on one service, each with empty caches and no history, and must make the same tokens. A tool is a
+wait, and its answer is a text of random digits that no draft index can hold.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class TurnsWorkload:
-    """`tool_s`: mean seconds of a tool, exponential; `tool_tokens`: of its answer."""
+    """The workload. `tool_s`: mean seconds of a tool, exponentially distributed. `tool_tokens`: of its answer."""
 
     prompts: int
     samples: int
@@ -42,7 +42,7 @@ class TurnsWorkload:
         return self._digits(f"prompt {number}", "You may call a tool. Notes: ", self.prompt_tokens)
 
     def tool(self, number: int, index: int, turn: int) -> tuple[float, tuple[int, ...]]:
-        """Seconds and tokens of a tool."""
+        """Returns the seconds of a tool call, and the tokens of its answer."""
         name = f"tool {number}/{index}/{turn}"
         return Random(name).expovariate(1 / self.tool_s), self._digits(name, "\nResult: ", self.tool_tokens)
 
@@ -61,8 +61,9 @@ class Trajectory:
         return [answer.sample.token_ids for answer in self.answers]
 
     def known(self) -> tuple[int, int]:
-        """Context tokens of later turns that an earlier one had computed; tokens that these turns computed again. A
-        chunk leaves its last token to the next one."""
+        """Returns the number of context tokens of later turns that earlier turns had computed, and how many of these
+        were computed again. A chunk does not compute its last token: the next chunk does.
+        """
         known = again = 0
         for before, after in pairwise(self.answers):
             computed = len(before.prompt_token_ids) + len(before.sample.token_ids) - 1
@@ -94,7 +95,10 @@ async def trajectory(session: RolloutSession, work: TurnsWorkload, number: int, 
 
 
 async def play(client: RolloutClient, work: TurnsWorkload, held: bool) -> tuple[dict, list[Trajectory]]:
-    """All trajectories at once. Without history: the runs make the same tokens, and would draft from each other."""
+    """Rolls out all trajectories at once. Returns the figures, and the trajectories.
+
+    Deletes history first: the runs make the same tokens, and would draft from each other.
+    """
     await client.reset_caches()
     await client.forget_history()
     began_s = time.monotonic()
@@ -136,7 +140,10 @@ async def play_all(client: RolloutClient, work: TurnsWorkload, repeats: int, say
 
 
 def measure(file: ServeFile, work: TurnsWorkload, repeats: int, say: Callable[[str], None]) -> dict:
-    """`makespan_ratio`: requests over held, of medians."""
+    """Returns the figures of both modes. `makespan_ratio`: median makespan of requests over that of held samples.
+
+    Raises Failed if two runs make other tokens.
+    """
     say("starting the service")
     with service(file, None) as client:
         runs = asyncio.run(play_all(client, work, repeats, say))

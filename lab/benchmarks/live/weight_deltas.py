@@ -1,7 +1,7 @@
-"""Bits of the weights that a step of an optimizer changes: the deltas that ranks would upload, over the whole.
+"""Size of the deltas that ranks would upload after a step of an optimizer, as a share of all bytes of the weights.
 
-Weights are trained in float32 and sent in bfloat16 or float32. Answers are drawn by the model itself, with advantages
-drawn at random, so gradients have the form of a policy gradient's; AdamW's first steps are not counted.
+Weights are trained in float32 and sent in bfloat16 or float32. The model samples its own answers, with random
+advantages, so gradients have the form of a policy gradient. The first steps of AdamW are not counted.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ SAMPLES, ANSWER_TOKENS = 8, 32
 
 
 def measure(model: Path, rates: tuple[float, ...], say: Callable[[str], None]) -> dict:
-    """Returns `delta_share` by type and learning rate: compressed bytes over all bytes, the mean of STEPS steps."""
+    """Returns the figures of `_delta` by type and learning rate, means over STEPS steps."""
     found: dict[str, dict[str, dict]] = {"bfloat16": {}, "float32": {}}
     for rate in rates:
         for kind, row in _of_rate(model, rate).items():
@@ -61,7 +61,7 @@ def _step(model, tokenizer, optimizer, step: int) -> None:
 
 
 def _delta(before: dict, model, kind) -> dict:
-    """Returns the shares of changed numbers and of compressed bytes, and seconds to make and compress the XOR."""
+    """Returns the shares of changed values and of compressed bytes, and the seconds to make and compress the XOR."""
     import numpy as np
     import torch
 

@@ -1,7 +1,8 @@
 """Updates of the weights of two replicas that decode: through a folder on disk, and through shared memory.
 
-Modes take turns, each with the same two sets of weights. Then a replica is killed: at rest, so that its successor joins
-late, and in mid-update. After each, the tokens of a small batch must be those that the same weights gave from a folder.
+Modes take turns, each with the same two sets of weights. Then a replica is killed between updates, so that its
+successor joins late, and another one in mid-update. After each counted update and each kill, the tokens of a small
+batch are compared with those that the same weights gave from a folder.
 """
 
 import asyncio
@@ -27,11 +28,13 @@ from tailrace.lab.verification.disturbances import kill_actors
 
 PROBE_TOKENS = 32
 KILL_AFTER_S = 0.3
-"""Of an update: by then it is staged, and replicas check or load."""
+"""Seconds from the begin of an update until a replica is killed: the update is staged, and replicas check or load."""
 
 
 class Updates:
-    """One service under load, and the weights to give it: `tensors` and, as a folder, each of two sets."""
+    """One service under load, and two sets of weights for its updates. `tensors`: both sets, by name. `disk`: folder to
+    which updates through a folder are written.
+    """
 
     def __init__(self, client: RolloutClient, folders: list[Path], disk: Path, samples: int):
         self.client, self.load = client, DecodingLoad(client, samples)
@@ -57,7 +60,7 @@ class Updates:
         return _figures(loaded, began_s, blocked_s)
 
     async def probe(self) -> list[tuple[int, ...]]:
-        """Tokens of a small batch before all others; they depend on the weights alone."""
+        """Returns the tokens of a small batch, which runs before all others. The tokens depend on the weights alone."""
         groups = tuple(read_prompts(PROMPTS, {"samples": 1, "max_tokens": PROBE_TOKENS}))[:4]
         batch = RolloutBatch(batch_id=f"probe-{next(self._numbers)}", groups=groups, priority=1)
         found = {group.prompt_id: group.samples[0].token_ids async for group in self.client.rollout(batch)}
@@ -77,7 +80,7 @@ def _figures(loaded: WeightsLoaded, began_s: float, blocked_s: float) -> dict:
 
 
 def measure(file: ServeFile, repeats: int, samples: int, say: Callable[[str], None]) -> dict:
-    """Returns figures by mode, and of a late replica and one that was killed in mid-update."""
+    """Returns the figures of each mode, of a replica that joins late, and of one that is killed in mid-update."""
     model = resolve_model(file.application.args.engine.model)
     with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as scratch:
         folders = [model, perturbed(model, Path(scratch) / "other", scale=0.02)]
@@ -90,7 +93,7 @@ async def _run(updates: Updates, repeats: int, say: Callable[[str], None]) -> di
     measuring = asyncio.create_task(_measured(updates, repeats, say))
     try:
         ended, _ = await asyncio.wait({measuring, loading}, return_when=asyncio.FIRST_COMPLETED)
-        return ended.pop().result()  # a load ends by its error alone
+        return ended.pop().result()  # the load ends only by an error
     finally:
         for task in (measuring, loading):
             task.cancel()
@@ -138,7 +141,10 @@ def _medians(rows: list[dict]) -> dict:
 
 
 async def _late(updates: Updates, said: dict, say: Callable[[str], None]) -> dict:
-    """A replica is killed at rest; its successor starts on the first weights, and joins on those in memory."""
+    """Kills a replica between updates, and returns figures of its successor.
+
+    The successor starts with the model's first weights, and joins with the present ones, which are in memory.
+    """
     await updates.by_memory(1)
     await updates.busy()
     before = {replica.replica_id for replica in (await updates.client.status()).replicas}
@@ -173,5 +179,5 @@ async def _killed(updates: Updates, said: dict, say: Callable[[str], None]) -> d
 async def _outcome(updating: Awaitable[dict]) -> dict | str:
     try:
         return await updating
-    except ValueError as error:  # the service's refusal, in one line
+    except ValueError as error:  # the service's refusal
         return str(error)
