@@ -68,7 +68,7 @@ Say = Callable[[str], None]
 
 
 def max_context(factor: float) -> int:
-    """Returns the maximum context of recorded sessions in tokens, before it is divided by `factor`."""
+    """Returns the maximum context of recorded sessions in tokens, before they are divided by `factor`."""
     return int((MAX_MODEL_LEN - ROOM_TOKENS) * factor)
 
 

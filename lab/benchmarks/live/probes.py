@@ -213,8 +213,8 @@ def model_of(
 def joining(model: ReplicaModel, replicas: int, busy_s: float) -> ReplicaModel:
     """Returns the model with `join_s`, the time of its replica that a joining chunk takes.
 
-    `join_s` is the time that `busy_hand_overs` measured, `busy_s`, less the time that `model` predicts for the same
-    crowd, divided by the hand-overs of a replica.
+    `join_s` is what `busy_hand_overs` measured, `busy_s`, less what `model` predicts for the same crowd, divided by the
+    hand-overs of a replica.
     """
     samples, _, answer_tokens = BUSY_CHUNKS
     groups = crowd("crowd", replicas).groups

@@ -76,7 +76,7 @@ class Used(NamedTuple):
 
 def name_of(arguments: list[str]) -> str:
     """Returns the name of a process by its command line."""
-    if "multiprocessing" in arguments[0]:  # its title is the whole command of its fork server
+    if "multiprocessing" in arguments[0]:  # such a title is the fork server's whole command
         return "dashboard module"
     role = role_of(arguments)
     return NAMES.get(role, role)

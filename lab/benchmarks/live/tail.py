@@ -121,8 +121,8 @@ def measure(
     """Returns `runs` by name, those of `names`: medians of the repeats, with all makespans. Ratios are of makespans:
     above 1 the run is faster. There are no ratios to a baseline that is not in `names`.
 
-    `simulated`: the runs in the simulator, without noise, and `clairvoyant`, lanes by true lengths, which shows what
-    scheduling can reach with that knowledge. A configuration with draft models has none. `evened_s`: see `evened`.
+    `simulated`: the runs in the simulator, without noise; empty if draft models are configured. `clairvoyant` is among
+    them, lanes by true lengths: what scheduling can reach with that knowledge. `evened_s`: see `evened`.
     `bound_share`: the simulator's lower bound over the run's makespan, at the quickest steps that probes measured and
     at the run's acceptance. `reachable_share`: the same for work + longest, which needs no knowledge of lengths.
     """

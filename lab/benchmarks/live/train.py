@@ -30,7 +30,7 @@ MODES = {STATIC: Mode.SYNC} | {mode.value: mode for mode in Mode} | {FINISH: Mod
 """The learner's mode of each run over the service, by name."""
 
 MAX_STALENESS = 2
-"""Maximum updates between a sample's begin and its use, in modes that have such a limit; 1 in the run `finish`."""
+"""Maximum updates between a sample's start and its use, in modes that have such a limit; 1 in the run `finish`."""
 
 NAMES = (*MODES, TRL)
 
@@ -148,8 +148,8 @@ def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
 
 
 def _trained(client, replay: TrainingReplay, model: str, name: str, folder: Path, say) -> list[LedgerRow]:
-    """Trains, and returns the steps that count. The first step is left out, since it warms up. So are the last steps of
-    modes that start samples ahead, since these steps have nothing left to start.
+    """Trains, and returns the steps that count. Leaves out the first step, which warms up, and the last steps of modes
+    that start samples ahead, which have nothing left to start.
     """
     from tailrace.app.train.record.run_folder import RunFolder
     from tailrace.app.train.run import train

@@ -27,7 +27,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class TurnsWorkload:
-    """The workload. `tool_s`: mean seconds of a tool, exponentially distributed. `tool_tokens`: of its answer."""
+    """The workload. `tool_s`: mean seconds of a tool, exponential. `tool_tokens`: tokens of a tool's answer."""
 
     prompts: int
     samples: int

@@ -28,7 +28,7 @@ from tailrace.lab.verification.disturbances import kill_actors
 
 PROBE_TOKENS = 32
 KILL_AFTER_S = 0.3
-"""Seconds from the begin of an update until a replica is killed: the update is staged, and replicas check or load."""
+"""Seconds from the start of an update until a replica is killed: the update is staged, and replicas check or load."""
 
 
 class Updates:
