@@ -1,1 +1,1 @@
-"""The first ten minutes on a GPU: steps in order of value, each result written at once. `make gpu-check`."""
+"""`make gpu-check`, for the first ten minutes on a GPU: steps in order of value. Each result is written at once."""

@@ -1,4 +1,4 @@
-"""The name of the first GPU, by the driver's library alone: no torch is loaded for it."""
+"""The name of the first GPU, read by the driver's library alone, so that torch is not imported."""
 
 import ctypes
 

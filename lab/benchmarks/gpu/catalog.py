@@ -1,20 +1,21 @@
-"""The steps of `gpu check`, in order of value: those of a first and a second call of minutes each, then the others.
+"""The steps of `make gpu-check` in order of value: the steps of a first and a second call of minutes each, then the
+others.
 
-docs/measurements/gpu.md says what each shows and what came out.
+docs/measurements/gpu.md says what each step shows, and has the results.
 """
 
 from tailrace.lab.benchmarks.gpu.driver import CheckStep
 
 ROOM = "tailrace.lab.benchmarks.gpu.steps"
 EAGER = {"TAILRACE_GPU_EAGER": "1"}
-"""A second try without torch.compile and CUDA graphs."""
+"""Environment variables of a second try without torch.compile and CUDA graphs."""
 
 BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
-"""A second try with CUDA graphs and without torch.compile."""
+"""Environment variables of a second try with CUDA graphs and without torch.compile."""
 
 
 def _ours(name: str, expected_s: float, limit_s: float, call: int, shows: str, **settings) -> CheckStep:
-    """A step of our engine with graphs: tokens and times."""
+    """Returns a step that measures tokens and times of our engine with CUDA graphs."""
     run, second = f"{ROOM}.ours:times", BREAKABLE
     return CheckStep(
         name=name,
@@ -85,7 +86,7 @@ STEPS = (
 )  # fmt: skip
 
 CALLS = {"first": 1, "second": 2}
-"""Names for the steps of a call."""
+"""Numbers of the calls, by the name that selects all steps of a call."""
 
 WARM_UP = CheckStep(
     "warm_up", 0, 300, 3, f"{ROOM}.probe:warm_up", "compiles beside the first steps what numba compiles"
@@ -93,11 +94,13 @@ WARM_UP = CheckStep(
 
 
 def named(name: str) -> list[CheckStep]:
-    """Returns the steps of a name, or of a call. Empty: there is no such name."""
+    """Returns the step of this name, or the steps of the call of this name. The list is empty if there is no
+    such name.
+    """
     return [step for step in STEPS if step.name == name or step.call == CALLS.get(name)]
 
 
 def of(names: list[str]) -> list[CheckStep]:
-    """Returns these steps in the catalog's order; all without names."""
+    """Returns the named steps in the catalog's order, or all steps if no names are given."""
     chosen = [step for name in names for step in named(name)] if names else STEPS
     return [step for step in STEPS if step in chosen]

@@ -1,6 +1,6 @@
-"""`make gpu-check`: the steps on this machine's GPU, in order of value, and a table of what they gave.
+"""`make gpu-check`: runs steps on this machine's GPU in order of value, and prints a table of their results.
 
-It needs Python 3.11 with this repository's packages, or a bare Python 3.12 with torch 2.11 and a pack of
+The command needs Python 3.11 with this repository's packages, or a bare Python 3.12 with torch 2.11 and a pack of
 `make gpu-pack`. Only the standard library is imported here. docs/measurements/gpu.md says what the steps show.
 """
 
@@ -53,11 +53,11 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 
 class BadGiven(Exception):
-    """Arguments that cannot be obeyed, in one line that names the option."""
+    """Invalid arguments; the text is one line that names the option."""
 
 
 def check_given(asked: argparse.Namespace) -> None:
-    """Raises BadGiven."""
+    """Raises BadGiven if an argument is invalid."""
     for name in asked.only:
         if not catalog.named(name):
             raise BadGiven(f"--only {name}: no step of this name; --list has them")
@@ -70,7 +70,7 @@ def check_given(asked: argparse.Namespace) -> None:
 
 
 def listed() -> str:
-    """The catalog, with sums of the seconds expected."""
+    """Returns the catalog as text, with the sum of the expected seconds of each call."""
     titles = {1: "first", 2: "second", 3: "others"}
     lines = []
     for call, title in titles.items():
@@ -81,7 +81,7 @@ def listed() -> str:
 
 
 def in_this_process(place: Place):
-    """Returns a Run for a dry run: vLLM is imported once for all steps."""
+    """Returns a Run for a dry run. It runs all steps in this process, so vLLM is imported once."""
     from tailrace.lab.benchmarks.gpu.steps.__main__ import look_at, run_step
 
     def run(step: CheckStep, _settings: dict[str, str], _limit_s: float) -> StepEnded:
@@ -92,7 +92,7 @@ def in_this_process(place: Place):
 
 @contextmanager
 def written_to(log) -> Iterator[None]:
-    """Has this process and its children write to a file meanwhile, as the processes of steps do."""
+    """Redirects stdout and stderr of this process and its children to the open file `log`, until the block ends."""
     kept = [(os.dup(fd), fd) for fd in (1, 2)]
     sys.stdout.flush()
     for _, fd in kept:
@@ -107,7 +107,7 @@ def written_to(log) -> Iterator[None]:
 
 
 def checked(given: argparse.Namespace, card: str | None, results: ResultLines, say: Say) -> dict[str, str]:
-    """Runs the steps. Returns how each ended."""
+    """Unpacks the pack, if there is one, and runs the steps. Returns how each step ended, by name."""
     began_s, steps = time.monotonic(), catalog.of(given.only)
     place = Place(given.room, given.out, card is not None, given.small or given.dry)
     if given.pack is not None and (seconds := unpack(given.pack, given.room)) is not None:
@@ -131,7 +131,9 @@ def environment_of(step: CheckStep, place: Place) -> dict[str, str]:
 
 
 def main(given: list[str]) -> int:
-    """Returns 0 if all steps ended well, or had no time left; 1 if one failed; 2 on bad input."""
+    """Runs the command. Returns the exit code: 0 if each step is done or had no time left, 1 if one failed or was
+    killed, 2 on bad input.
+    """
     asked = arguments(given)
     if asked.list:
         print(listed())
@@ -159,4 +161,4 @@ def main(given: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # after a dry run: vLLM's engines need not end in good order, and one beside a pool hangs
+    os._exit(code)  # skips the shutdown of a dry run's vLLM engines: an engine beside a pool hangs in it

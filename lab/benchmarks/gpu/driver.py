@@ -1,7 +1,8 @@
-"""The order in which steps run, each in a process of its own, and their ends.
+"""Runs the steps in order, each in a process of its own, and records how each ended.
 
-Invariant: a step that fails, hangs or has no time left costs only itself. One that is out of time is killed with all
-that it started. Its measurements are its own to write; the driver writes how it ended. No torch here.
+Invariant: a step that fails, hangs or has no time left does not affect the others. A step that exceeds its limit is
+killed with its process group. A step writes its own measurements; the driver writes how the step ended. This module
+does not import torch.
 """
 
 import os
@@ -19,11 +20,12 @@ ENDS_WELL = (DONE, NO_TIME)
 
 
 class CheckStep(NamedTuple):
-    """`expected_s`: on the device, a guess until it was timed; a step with less time left does not begin.
+    """`expected_s`: seconds on the device, guessed until measured; a step with less time left does not begin.
 
-    `limit_s`: then it is killed. `run`: module and function. `call`: of two on a machine that is lent for minutes, the
-    one that it belongs to; 3: neither. `settings`: arguments of `run`. `second_try`: variables of the environment
-    with which it is tried once more when it fails; none: it is not. `dry`: whether it runs on CPUs too.
+    `limit_s`: seconds after which the step is killed. `call`: 1 or 2 for a step of the first or second call on a
+    machine that is lent for minutes, else 3. `run`: module and function, with a colon between. `shows`: what the step
+    shows, for users. `settings`: keyword arguments of `run`. `second_try`: environment variables with which a failed
+    step is tried once more; without any it is not. `dry`: whether the step runs on CPUs too.
     """
 
     name: str
@@ -38,22 +40,24 @@ class CheckStep(NamedTuple):
 
 
 class StepEnded(NamedTuple):
-    """`reason`: of an end that is not DONE, in words."""
+    """How a step ended. `reason`: why it failed, was killed or was not run, in words."""
 
     how: str
     reason: str = ""
 
 
 Run = Callable[[CheckStep, dict[str, str], float], StepEnded]
-"""Runs a step with more settings of the environment, for at most so many seconds."""
+"""Function that runs a step with additional environment variables, for at most a number of seconds."""
 
 
 Say = Callable[[dict], object]
-"""Takes the line of a step that has ended."""
+"""Function that gets the result line of a step that has ended."""
 
 
 def drive(steps: Iterable[CheckStep], run: Run, results: ResultLines, until_s: float, say: Say) -> dict[str, str]:
-    """Runs the steps that fit into `until_s` seconds. Returns how each ended; a second try's end replaces the first."""
+    """Runs the steps that fit into `until_s` seconds, and records and reports each end. Returns how each step ended, by
+    name. The end of a second try replaces the first one's, unless the second try had no time.
+    """
     began_s, ends = time.monotonic(), {}
 
     def attempt(step: CheckStep, settings: dict[str, str]) -> bool:
@@ -77,9 +81,9 @@ def drive(steps: Iterable[CheckStep], run: Run, results: ResultLines, until_s: f
 
 
 class Processes:
-    """Runs each step as a process; all that they write goes to a log file.
+    """A Run that starts a process for each step; the output of the processes goes to the open file `log`.
 
-    `command`: of a step. `environment`: of a step.
+    `command` and `environment`: return a step's command line and its environment variables.
     """
 
     def __init__(
@@ -100,14 +104,14 @@ class Processes:
         return StepEnded(DONE) if code == 0 else StepEnded(FAILED, f"exit code {code}")
 
     def start(self, step: CheckStep, settings: dict[str, str]) -> subprocess.Popen:
-        """Starts a step without waiting for it; `end` ends it."""
+        """Starts a step's process without waiting for it; `end` kills the process."""
         environment = self._environment(step) | settings
         both = {"stdout": self._log, "stderr": self._log}
         return subprocess.Popen(self._command(step), env=environment, start_new_session=True, **both)
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kills a step's process and all that it started."""
+    """Kills the process group of a step, and waits for its first process."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader while anything of it runs
+        os.killpg(process.pid, signal.SIGKILL)  # a group exists as long as one of its processes runs
     process.wait()

@@ -1,7 +1,7 @@
-"""Model folders of random weights and a tokenizer of words, made where they are needed: nothing is fetched or carried.
+"""Model folders with random weights and a tokenizer of words, made on the machine that needs them, without a download.
 
-Random weights are the harder test of exactness: no token is so likely that it hides noise. Logits have a deviation of
-about 3, as those of trained models do.
+Random weights are the harder test of exactness, since no token is so likely that it hides noise. Logits have a standard
+deviation of about 3, like those of trained models.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Sizes of a model, as Hugging Face's configurations name them."""
+    """Sizes of a model. `_write_settings` writes them under the names that Hugging Face's configurations have."""
 
     kind: str  # a key of CLASSES
     hidden: int
@@ -22,8 +22,8 @@ class Shape(NamedTuple):
     inner: int
     vocabulary: int
     tied: bool = True
-    experts: int = 0  # of each layer; `inner` is then the size of each
-    chosen: int = 0  # of a token
+    experts: int = 0  # number of experts in each layer; `inner` is then the size of each expert
+    chosen: int = 0  # number of experts that a token uses
 
 
 SHAPES = {
@@ -35,15 +35,17 @@ SHAPES = {
     "tiny": Shape("llama", 128, 2, 2, 1, 64, 128, 512),
     "tiny experts": Shape("qwen3_moe", 128, 2, 2, 1, 64, 64, 512, tied=False, experts=4, chosen=2),
 }
-"""SmolLM2-135M's, Qwen3-1.7B's and Llama-3.1-8B's; four layers of the second with few words; four of Qwen3-30B-A3B's;
-two for dry runs.
+"""Shapes of SmolLM2-135M, Qwen3-1.7B and Llama-3.1-8B. `short` has four layers of Qwen3-1.7B and fewer words, `experts`
+four layers of Qwen3-30B-A3B and fewer words. Two shapes are for dry runs and small runs.
 """
 
 TINY = {"experts": "tiny experts"}
-"""The shape of a dry run, if it is not `tiny`."""
+"""Names of the shapes that replace others in a small run; `tiny` replaces those that are not listed."""
 
 DUMMY = ("8B",)
-"""Shapes whose weights vLLM's dummy loader makes: a folder of them would take minutes and gigabytes."""
+"""Names of shapes whose weights vLLM's dummy loader makes: a folder of such weights would take minutes and
+gigabytes.
+"""
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 WEIGHTS = "model.safetensors"
@@ -77,12 +79,12 @@ def tensors_of(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def shape_for(name: str, small: bool) -> str:
-    """Returns the name of the shape, or of the one in its place in a small run."""
+    """Returns the name of the shape, or in a small run the name of the shape that replaces it."""
     return TINY.get(name, "tiny") if small else name
 
 
 def model_of(name: str, root: Path, seed: int = 0, device: str = "cuda") -> Path:
-    """Returns a folder of this shape, made if it is not there."""
+    """Returns the model folder of a shape and a seed, and makes the folder if it does not exist."""
     folder = root / f"{name}-{seed}"
     if not (folder / WEIGHTS).exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +113,9 @@ def _write_random(path: Path, shape: Shape, seed: int, device: str) -> None:
 
 
 def _write_hollow(path: Path, shape: Shape) -> None:
-    """A file of weights with its header and a hole: whoever reads shapes alone finds them, and no disk is used."""
+    """Writes a sparse file of weights: the header, then a hole in place of the values. Readers of shapes find them
+    there, and the hole uses no disk.
+    """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, size in tensors_of(shape).items():

@@ -1,4 +1,4 @@
-"""The measurements of one step: each is tried, and what it gives, or its error, is written at once."""
+"""The measurements of one step. Each is run, and its figures or its error are written at once."""
 
 import time
 import traceback
@@ -11,26 +11,26 @@ NEEDS_CARD = "needs a card"
 
 
 class StepEnds(Exception):
-    """A measurement failed that all others of the step need."""
+    """The failure of a measurement that all others of the step need."""
 
 
 class Measurements:
-    """`failed`: how many have raised."""
+    """`failed`: number of measurements that raised an error."""
 
     def __init__(self, step: str, place: Place):
         self.step, self.place, self.failed = step, place, 0
         self._results = ResultLines(place.out)
 
     def say(self, what: str, **figures) -> None:
-        """Writes figures that took no time of their own."""
+        """Writes figures that are known without a timed measurement."""
         self._results.add(self.step, what=what, **figures)
 
     def tried(self, what: str, run: Callable[[], dict]) -> bool:
-        """Writes what `run` gives, or its error. Returns whether it gave something."""
+        """Runs a measurement, and writes its figures or its error. Returns whether it succeeded."""
         began_s = time.perf_counter()
         try:
             found = run()
-        except Exception as error:  # noqa: BLE001 - the edge of a measurement: it costs itself alone
+        except Exception as error:  # noqa: BLE001 - a measurement that fails must not end the others
             traceback.print_exc()
             self.failed += 1
             text = f"{type(error).__name__}: {str(error)[:500]}"
@@ -40,12 +40,14 @@ class Measurements:
         return True
 
     def must(self, what: str, run: Callable[[], dict]) -> None:
-        """As `tried`, for a measurement that all others of the step need. Raises StepEnds."""
+        """Runs a measurement that all others of the step need, like `tried`. Raises StepEnds if it fails."""
         if not self.tried(what, run):
             raise StepEnds(what)
 
     def on_card(self, what: str, run: Callable[[], dict]) -> bool:
-        """As `tried`, for a measurement that says nothing, or does not run, without a GPU."""
+        """Runs a measurement that needs a GPU, like `tried`. Without a GPU writes that it is skipped, and
+        returns True.
+        """
         if self.place.card:
             return self.tried(what, run)
         self.say(what, skipped=NEEDS_CARD)

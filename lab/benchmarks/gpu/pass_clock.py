@@ -1,7 +1,8 @@
-"""An extension of vLLM's workers that times forward passes and the time between two, on the device.
+"""An extension of vLLM's workers that times forward passes, and the time between two passes, on the device.
 
-Invariant: nothing waits while it runs: events are recorded on the stream and read at the end. It knows vLLM 0.32's
-two model runners. Called by name over `collective_rpc`, so it works in a process of vLLM's own too.
+Invariant: timing waits for nothing while steps run. Events are recorded on the stream and read at the end. The code
+knows vLLM 0.32's two model runners. Methods are called by name over `collective_rpc`, so they work in a process of
+vLLM's own too.
 """
 
 import itertools
@@ -12,7 +13,7 @@ import torch
 
 
 class CpuEvent:
-    """Stands for an event of CUDA where the work is done when a call returns."""
+    """A substitute for a CUDA event on CPUs, where the work is done when a call returns."""
 
     def __init__(self):
         self._at_s = 0.0
@@ -21,23 +22,27 @@ class CpuEvent:
         self._at_s = time.perf_counter()
 
     def elapsed_time(self, later: "CpuEvent") -> float:
-        """Milliseconds, as CUDA's."""
+        """Returns the milliseconds from this event to `later`, as CUDA's events do."""
         return 1e3 * (later._at_s - self._at_s)
 
 
 class PassClock:
-    """Methods that vLLM adds to its worker's class. A pass: begin and end of the model, end of the drawing."""
+    """Methods that vLLM adds to its worker's class. A pass has three events: begin of the model, end of the model, end
+    of the draw.
+    """
 
     def watch_passes(self) -> bool:
-        """Times passes from now on."""
+        """Drops the times so far and begins to time passes. Returns True."""
         if not hasattr(self, "_passes"):
             self._time_runner(self.model_runner)
         self._passes = []
         return True
 
     def pass_times(self) -> dict[str, float]:
-        """Returns medians in ms since `watch_passes`: of the passes, of what is drawn after one, and of the time from
-        there to the next pass, in which the device waits for the host or prepares inputs."""
+        """Returns medians in ms since `watch_passes`: of a pass, of the draw after it, and of the time from there to
+        the next pass, in which the device waits for the host or prepares inputs. Returns an empty dict after fewer than
+        two whole passes.
+        """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         whole = [events for events in self._passes if len(events) == 3]
@@ -53,7 +58,7 @@ class PassClock:
     def _time_runner(self, runner) -> None:
         if hasattr(runner, "_model_forward"):  # the first runner
             _around(runner, "_model_forward", self._mark_begin, self._mark_next)
-        else:  # the second one calls these around every kind of pass
+        else:  # the second runner calls these two around every kind of pass
             _around(runner.kv_connector, "pre_forward", self._mark_begin, None)
             _around(runner.kv_connector, "finish_forward", None, self._mark_next)
         _around(runner, "sample_tokens", None, self._mark_next)
@@ -62,7 +67,7 @@ class PassClock:
         self._passes.append([self._mark()])
 
     def _mark_next(self) -> None:
-        """Marks the end of the model, then of the drawing; a drawing without a pass has none."""
+        """Marks the end of the model, then the end of the draw. A draw without a pass is not marked."""
         if self._passes and len(self._passes[-1]) < 3:
             self._passes[-1].append(self._mark())
 

@@ -1,6 +1,6 @@
-"""Where the steps of `gpu check` run: the device, the sizes that fit it, the folders that they may write.
+"""The place where the steps of `make gpu-check` run: the device, sizes that fit it, folders that steps write to.
 
-Invariant: nothing here imports torch or vLLM; a step's process gets its Place as JSON.
+Invariant: nothing here imports torch or vLLM. A step's process gets its Place as JSON.
 """
 
 import json
@@ -12,13 +12,15 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[3]
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm-cache", "NUMBA_CACHE_DIR": "numba", "TRITON_CACHE_DIR": "triton"}
-"""Folders of the room that keep what was compiled, so that a second call on the same machine starts quickly.
+"""Names of the room's folders for compiled code, by environment variable: a second call on the same machine starts
+quickly.
 
-A dry run has the caches of every other process."""
+A variable that is set already keeps its value. A dry run uses the libraries' usual caches.
+"""
 
 QUIET = {
     "PYTHONUNBUFFERED": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # stock vLLM's too: the pack has no FlashInfer
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # for stock vLLM too, since the pack has no FlashInfer
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
@@ -27,11 +29,13 @@ QUIET = {
 
 
 MARK = ".tailrace-gpu"
-"""A file that says that a folder is a room of ours."""
+"""Name of the file that marks a folder as a room of this command."""
 
 
 def claim(room: Path) -> str | None:
-    """Makes a folder a room. Returns the reason, in one line, why it cannot be one, and changes nothing then."""
+    """Makes a folder a room, and returns None. If the folder cannot be a room, changes nothing and returns the reason,
+    in one line.
+    """
     if room.is_dir() and not (room / MARK).exists() and any(room.iterdir()):
         return "is there and is no room of this command; name an empty folder"
     room.mkdir(parents=True, exist_ok=True)
@@ -40,9 +44,11 @@ def claim(room: Path) -> str | None:
 
 
 class Place(NamedTuple):
-    """`room`: packages of the pack, models, caches. `out`: results. `card`: a GPU is there, else a dry run on CPUs.
+    """`room`: folder of the pack's packages, models and caches. `out`: folder of results. `card`: whether a GPU is
+    there; else the run is a dry run on CPUs.
 
-    `small`: a tiny model and a few steps, which show that the chain works and nothing about speed.
+    `small`: whether a tiny model and few steps are used. They show that all parts work together, and nothing about
+    speed.
     """
 
     room: Path
@@ -60,7 +66,7 @@ class Place(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The device of torch."""
+        """Name of torch's device."""
         return "cuda" if self.card else "cpu"
 
     @property
@@ -69,7 +75,7 @@ class Place(NamedTuple):
 
     @property
     def site(self) -> Path:
-        """The pack's packages, where a pack was unpacked."""
+        """Folder of the pack's packages; it exists if a pack was unpacked."""
         return self.room / "site"
 
     @property
@@ -77,11 +83,11 @@ class Place(NamedTuple):
         return self.room / "models"
 
     def of(self, full, small):
-        """One of two sizes."""
+        """Returns `small` in a small run, else `full`."""
         return small if self.small else full
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of a step's process."""
+        """Returns the environment variables of a step's process."""
         paths = [str(self.site)] if self.site.is_dir() else []
         paths += [str(ROOT), os.environ.get("PYTHONPATH", "")]
         caches = {name: os.environ.get(name, str(self.room / folder)) for name, folder in CACHES.items() if self.card}
@@ -93,7 +99,9 @@ class Place(NamedTuple):
 
 
 def libraries_of(site: Path) -> dict[str, str]:
-    """Returns the setting with which Mooncake's client finds the libraries of the pack. Empty without them."""
+    """Returns the environment variable by which Mooncake's client finds the pack's libraries; empty without
+    the pack.
+    """
     folder = site / "system"
     if not folder.is_dir():
         return {}

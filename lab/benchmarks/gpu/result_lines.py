@@ -1,7 +1,8 @@
-"""Results of `gpu check`: one JSON object a line, on the disk before the next measurement begins.
+"""Results of `make gpu-check`: one JSON object a line, on the disk before the next measurement begins.
 
-Invariant: a step that dies loses no measurement that had ended. A line has `at` (unix seconds) and `step`. With
-`what` it is a measurement: `s` seconds, then its figures, or `error` or `skipped`. Without, it is the end of a step.
+Invariant: a step that dies loses no measurement that had ended. A line has `at` (unix seconds) and `step`. A line with
+`what` is a measurement: `s` (seconds) if it was timed, then figures, `error` or `skipped`. A line with `end` says how a
+step ended. The first line of a run has neither, but the card and the settings of the run.
 """
 
 import json
@@ -14,7 +15,7 @@ NAME, LOG = "results.jsonl", "log.txt"
 
 
 def foreign(folder: Path) -> str | None:
-    """Returns the name of a file of others in a folder of results, or None. Results of earlier runs are appended to."""
+    """Returns the name of a file in a folder of results that no run of `make gpu-check` wrote, or None."""
     results = folder / NAME
     if not results.exists():
         return LOG if (folder / LOG).exists() else None
@@ -24,14 +25,16 @@ def foreign(folder: Path) -> str | None:
 
 
 class ResultLines:
-    """The file NAME of a folder, which may be appended to by several processes."""
+    """The file NAME of a folder. Several processes may append to the file."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
 
     def add(self, step: str, **values) -> dict:
-        """Appends a line; values that are not JSON are written as text."""
+        """Appends a line, and returns it. Numbers and arrays of numpy and torch are written as JSON's, other values
+        that JSON does not know as text.
+        """
         line = {"at": round(time.time(), 1), "step": step} | values
         with self.path.open("a") as file:
             file.write(json.dumps(line, default=_plain) + "\n")
@@ -40,18 +43,18 @@ class ResultLines:
         return line
 
     def size(self) -> int:
-        """Bytes so far; see `since`."""
+        """Returns the bytes of the file so far, for `since`."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def since(self, offset: int) -> list[dict]:
-        """Returns the lines from this byte on. One that a killed process cut off is left out."""
+        """Returns the lines from byte `offset` on. A line that a killed process cut off is left out."""
         if not self.path.exists():
             return []
         return list(_whole(self.path.read_bytes()[offset:].decode(errors="replace").splitlines()))
 
 
 def _plain(value):
-    """Numbers and arrays of numpy and torch become Python's, everything else its text."""
+    """Returns numbers and arrays of numpy and torch as Python's, and any other value as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -64,7 +67,7 @@ def _whole(lines: Iterable[str]):
 
 
 def figures(line: dict) -> str:
-    """The figures of a measurement, in one line."""
+    """Returns the figures of a measurement as one line of text."""
     for key in ("error", "skipped"):
         if key in line:
             return f"{key}: {line[key]}"
@@ -74,7 +77,7 @@ def figures(line: dict) -> str:
 
 
 def short(value) -> str:
-    """A value without the digits that say nothing."""
+    """Returns a value as text, its floats with four significant digits."""
     match value:
         case float():
             return f"{value:.4g}"
@@ -86,11 +89,11 @@ def short(value) -> str:
 
 
 WIDTH = 150
-"""Columns of the table; the file has all of it."""
+"""Maximum characters of a line of the table; the file of results has whole lines."""
 
 
 def table(lines: list[dict]) -> str:
-    """Steps in their order, each with its measurements below it."""
+    """Returns the lines as text, in their order: the measurements of a step, then how the step ended."""
     rows: list[str] = []
     for line in lines:
         if "what" in line:
@@ -101,7 +104,7 @@ def table(lines: list[dict]) -> str:
 
 
 def ending(line: dict) -> str:
-    """How a step ended, in one line."""
+    """Returns how a step ended, as one line of text."""
     seconds = f", {line['s']:.0f} s" if "s" in line else ""
     reason = f" ({line['reason']})" if line.get("reason") else ""
     return f"{line['step']}: {line['end']}{seconds}{reason}"[:WIDTH]

@@ -1,4 +1,4 @@
-"""Seconds of work on a GPU, by its own events; on a CPU, of one call by the clock, which shows that it runs."""
+"""Seconds of work on a GPU, by CUDA events. On a CPU one call is timed by the clock, which shows that the call runs."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ GRAPH_CALLS = 10
 
 
 def seconds_of(run: Callable, repeats: int = 20) -> float:
-    """Median seconds of a call, after a first one."""
+    """Returns the median seconds of a call on a GPU, or the seconds of one call on a CPU. A first call is not timed."""
     run()
     if not torch.cuda.is_available():
         began_s = time.perf_counter()
@@ -26,7 +26,9 @@ def seconds_of(run: Callable, repeats: int = 20) -> float:
 
 
 def seconds_without_launches(run: Callable, repeats: int = 20) -> float:
-    """Median seconds of a call without the host's launches: replays of a CUDA graph of GRAPH_CALLS calls."""
+    """Returns the median seconds of a call without the host's launches, from replays of a CUDA graph of GRAPH_CALLS
+    calls.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

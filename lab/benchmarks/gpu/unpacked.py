@@ -1,6 +1,6 @@
-"""The pack on the machine that it was carried to: its archives unpacked once, side by side.
+"""Unpacks a pack's archives, once and in parallel, on the machine that the pack was carried to.
 
-Called by check.py, on a bare Python 3.12: only the standard library is here.
+Called by check.py on a bare Python 3.12, so only the standard library is imported here.
 """
 
 import tarfile
@@ -11,11 +11,11 @@ from pathlib import Path
 
 ENDING = ".tar.xz"
 PYTHON = (3, 12)
-"""Whose compiled packages are in a pack; scripts/gpu_pack/carried.py."""
+"""Version of Python that a pack's compiled packages are for, see scripts/gpu_pack/carried.py."""
 
 CUDA_RUNTIME, CUDA_DRIVER = "libcudart.so.13", "libcuda.so.1"
 DONE = "unpacked"
-"""A file of the room that says that all archives were unpacked."""
+"""Name of the file in the room that says that all archives were unpacked."""
 
 
 def archives_of(pack: Path) -> list[Path]:
@@ -23,7 +23,9 @@ def archives_of(pack: Path) -> list[Path]:
 
 
 def unpack(pack: Path, room: Path) -> float | None:
-    """Unpacks the archives into the room. Returns the seconds, or None if that was done before."""
+    """Unpacks the archives into the room. Returns the seconds that this took, or None if the archives were unpacked
+    before.
+    """
     if (room / DONE).exists():
         return None
     began_s = time.monotonic()
@@ -37,13 +39,15 @@ def unpack(pack: Path, room: Path) -> float | None:
 
 def _unpack_one(archive: Path, room: Path) -> None:
     with tarfile.open(archive, "r:xz") as file:
-        for each in file:  # in one call, two archives that make the same folder could meet
+        for each in file:  # `extractall` could fail when two archives make the same folder at once
             (room / each.name).parent.mkdir(parents=True, exist_ok=True)
             file.extract(each, room, filter="tar")
 
 
 def _link_cuda(system: Path) -> None:
-    """Has Mooncake's programs, which are started without LD_LIBRARY_PATH, find the CUDA libraries of this machine."""
+    """Links this machine's CUDA libraries into the folder `system`, so that Mooncake's programs find them. The programs
+    are started without LD_LIBRARY_PATH.
+    """
     if not system.is_dir():
         return
     for name, library in ((CUDA_RUNTIME, _packaged(CUDA_RUNTIME)), (CUDA_DRIVER, loaded(CUDA_DRIVER))):
@@ -52,14 +56,14 @@ def _link_cuda(system: Path) -> None:
 
 
 def _packaged(name: str) -> Path | None:
-    """Returns where a library of NVIDIA's packages is, which came with torch."""
+    """Returns the path of a library in NVIDIA's packages, which come with torch, or None."""
     nvidia = find_spec("nvidia")
     places = [] if nvidia is None else nvidia.submodule_search_locations
     return next((library for place in places for library in Path(place).rglob(name)), None)
 
 
 def loaded(name: str) -> Path | None:
-    """Returns the file of a library that this process has loaded."""
+    """Returns the file of a library that this process has loaded, or None."""
     stem = name.partition(".so")[0]
     paths = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
     return next((Path(path) for path in paths if Path(path).name.startswith(f"{stem}.so")), None)
