@@ -1,1 +1,1 @@
-"""The steps of `gpu check`, each called in a process of its own."""
+"""The steps of `make gpu-check`. Each runs in a process of its own, in a dry run in one for all."""

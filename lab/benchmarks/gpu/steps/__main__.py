@@ -1,5 +1,7 @@
-"""The process of one step: `python -m tailrace.lab.benchmarks.gpu.steps NAME PLACE`. Exit
-code 1 when a measurement failed."""
+"""The process of one step: `python -m tailrace.lab.benchmarks.gpu.steps NAME PLACE`.
+
+The exit code is 1 if the step or one of its measurements failed.
+"""
 
 import os
 import sys
@@ -14,27 +16,27 @@ from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
 
 
 def run_step(step: CheckStep, place: Place) -> StepEnded:
-    """Runs a step in this process."""
+    """Runs a step in this process. Returns how the step ended."""
     module, name = step.run.split(":")
     measurements = Measurements(step.name, place)
     try:
         getattr(import_module(module), name)(measurements, **step.settings)
     except StepEnds as error:
         return StepEnded(FAILED, f"{error} failed")
-    except Exception as error:  # noqa: BLE001 - the edge of the step: its error is a result
+    except Exception as error:  # noqa: BLE001 - an error of the step is a result
         traceback.print_exc()
         return StepEnded(FAILED, f"{type(error).__name__}: {str(error)[:500]}")
     return StepEnded(FAILED, f"{measurements.failed} measurements failed") if measurements.failed else StepEnded(DONE)
 
 
 def look_at(step: CheckStep, place: Place) -> StepEnded:
-    """Imports a step that needs a card, and builds what it would give to its engine."""
+    """Imports the module of a step that needs a GPU, and builds the arguments of its engine. Does not run the step."""
     import_module(step.run.split(":")[0]).inputs(place, **step.settings)
     return StepEnded(DONE, NEEDS_CARD)
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Runs the step that the command line names. Returns the exit code."""
     name, place = sys.argv[1:]
     step = next(step for step in (*catalog.STEPS, catalog.WARM_UP) if step.name == name)
     ended = run_step(step, Place.read(place))
@@ -47,4 +49,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # the engine need not end in good order; the driver kills all that it started
+    os._exit(code)  # skips the engine's shutdown: the driver kills all that the engine started

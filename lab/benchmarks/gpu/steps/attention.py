@@ -1,8 +1,8 @@
-"""Is an attention backend invariant? Rows of one layer of a running engine, then a sample of the engine.
+"""Tests whether an attention backend is invariant: rows of one layer of a running engine, then a sample of the engine.
 
-A row that decodes is computed alone, beside a prefill, beside others that decode; rows that verify drafts are computed
-in one pass and one by one. The metadata and the KV cache are vLLM's own, so its choices of tiles and splits are those
-of real steps. 0.0 says equal bits; else it is the largest distance.
+A row that decodes is computed alone, beside a prefill, and beside others that decode. Rows that verify drafts are
+computed in one pass and one by one. The metadata and the KV cache are vLLM's own, so vLLM chooses tiles and splits as
+in real steps. A distance of 0.0 means equal values; else it is the largest absolute difference.
 """
 
 import numpy as np
@@ -24,23 +24,25 @@ from tailrace.lab.benchmarks.gpu.steps.ours import started
 
 CONTEXTS = (40, 300, 2000)
 PREFILLS = (9, 10, 64, 512)
-"""FlashAttention 3 packs a batch's rows in other tiles once its longest query has 10 tokens."""
+"""Numbers of tokens of a prefill. FlashAttention 3 packs a batch's rows in other tiles once its longest query has 10
+tokens.
+"""
 
 DECODING = 63
-"""Other rows that decode."""
+"""Number of other rows that decode."""
 
 DRAFTS = (1, 2, 4, 8, 16, 63)
 SHAPE = "short"
 
 
 def inputs(place: Place, backend: str):
-    """The arguments that vLLM would get on a GPU."""
+    """Returns the arguments that vLLM would get on a GPU."""
     settings = {"level": "law", "attention_backend": backend}
     return launch.engine_arguments(config_of(place._replace(card=True), f"a folder of {SHAPE}", eager=True, **settings))
 
 
 def attention(step: Measurements, backend: str) -> None:
-    """A backend of GPUs by name; on CPUs there is one alone."""
+    """Tests a backend by its name. On CPUs the name is ignored: there is only one backend."""
     if step.place.card and backend == "FLASHINFER" and not _has_flashinfer():
         return step.say("rows", skipped="FlashInfer is not installed")
     given = {"level": "law", "attention_backend": backend} if step.place.card else {}
@@ -64,7 +66,9 @@ def _has_flashinfer() -> bool:
 
 
 class LayerRows:
-    """Rows of the first attention layer. Row r has blocks of its own, and its queries, keys and values by position."""
+    """Rows of the first attention layer. Each row has its own blocks of the KV cache, and random queries, keys and
+    values by position.
+    """
 
     def __init__(self, engine: CheckedEngine, device: str):
         core = engine.llm.engine_core.engine_core
@@ -90,13 +94,15 @@ class LayerRows:
         return self._rows[row]
 
     def fill(self, row: int, length: int) -> None:
-        """Puts the KV of a row's first positions into the cache."""
+        """Writes the KV of a row's first `length` positions to the cache."""
         for start in range(0, length, 512):
             self.run((row, start, min(512, length - start)))
 
     @torch.inference_mode()
     def run(self, *spans: tuple[int, int, int]) -> list[torch.Tensor]:
-        """One pass over (row, first position, positions). Returns each row's outputs, [positions, heads * size]."""
+        """Runs one pass over spans of (row, first position, positions). Returns each span's outputs,
+        `[positions, heads * size]`.
+        """
         from vllm.forward_context import set_forward_context
 
         parts = [[each[start : start + count] for each in self._tensors(row)] for row, start, count in spans]
@@ -135,7 +141,9 @@ class LayerRows:
 
 
 def of_context(step: Measurements, rows: LayerRows, context: int) -> dict:
-    """Distances from a row alone: beside prefills, beside rows that decode, verified with others of its sample."""
+    """Returns distances between a row computed alone and the same row computed again, beside prefills, and beside rows
+    that decode. `verifying`: distances between the positions of a draft in one pass and one by one.
+    """
     last = context - 1
     rows.fill(0, context)
     alone = rows.run((0, last, 1))[0]
@@ -154,7 +162,7 @@ def of_context(step: Measurements, rows: LayerRows, context: int) -> dict:
 
 
 class BesidePrompts:
-    """A sample of the engine: its tokens and logprobs alone, and in steps that compute a new prompt each."""
+    """A sample of the engine: its tokens and logprobs alone, and in steps that each compute a new prompt too."""
 
     def __init__(self, step: Measurements, engine: CheckedEngine):
         self._engine, self._vocabulary = engine, vocabulary_of(step.place, SHAPE)
@@ -163,7 +171,9 @@ class BesidePrompts:
         self._wanted, self._turn = None, 0
 
     def _sample(self, beside: int, drafts: int = 0):
-        """The result of the sample, with a prompt of so many tokens beside each of its steps."""
+        """Returns the result of the sample. `beside`: tokens of the new prompt that is added for each of its steps, 0
+        for none.
+        """
         self._turn += 1
         found = []
         name, group = f"sample-{self._turn}", "beside"
@@ -187,11 +197,15 @@ class BesidePrompts:
         self._engine.loop.submit(chunk, lambda _result: None)
 
     def moved(self, tokens: int) -> dict:
-        """Tokens that differ from those of the sample alone, and the largest distance of a logprob before."""
+        """Returns the number of tokens that differ from those of the sample alone, the first of them, and the largest
+        distance of a logprob before it. The first call sets the result that later ones are compared with.
+        """
         return self._distance(self._sample(tokens))
 
     def moved_by_drafts(self) -> dict:
-        """The same with drafts of its own answer."""
+        """Returns the figures of `moved` for the sample with drafts of its own answer, and the number of accepted
+        tokens.
+        """
         self._engine.answers.give(GroupRef("beside", "beside"), self._wanted.token_ids)
         found = self._sample(0, DRAFT_TOKENS)
         return self._distance(found) | {"accepted_tokens": found.accepted_tokens}

@@ -1,6 +1,7 @@
-"""Milliseconds of a step with so many samples that decode, of our engine and of stock vLLM's, and of its parts.
+"""Milliseconds of a step, and of its parts, while a number of samples decode in our engine or in stock vLLM.
 
-Invariant: an engine here is anything with `begin`, `turn`, `made`, `end` and `llm`; samples do not end while timed.
+An engine here is any object with `begin`, `turn`, `made`, `end` and `llm`. Invariant: no sample ends while steps are
+timed.
 """
 
 import time
@@ -17,18 +18,20 @@ SAMPLES = (8, 64, 256)
 PROMPT_TOKENS, ANSWER_TOKENS, GROUP = 32, 1_600, 8
 ROUNDS, STEPS, WARM_STEPS = 6, 16, 16
 WRONG = [7] * DRAFT_TOKENS
-"""A draft that is nearly never right."""
+"""Draft tokens that are nearly never right."""
 
 
 def prompt(number: int, vocabulary: int) -> np.ndarray:
-    """Token ids of a group's prompt, int32."""
+    """Returns the token ids of a group's prompt, int32."""
     return np.random.default_rng(number).integers(3, vocabulary, PROMPT_TOKENS, np.int32)
 
 
 class OurDecoding:
-    """Samples that our engine decodes, by a kind of drafts: none, wrong ones, or those of the answer to come."""
+    """Samples that our engine decodes, with drafts of one kind: OFF for none, MISS for wrong ones, HIT for the tokens
+    of the answer, which is forced.
+    """
 
-    begun = 0  # over all of a process: no prompt is met twice
+    begun = 0  # counts over all instances of a process, so that no prompt occurs twice
 
     def __init__(self, engine: CheckedEngine, vocabulary: int, kind: str, answer_tokens: int):
         self._engine, self._vocabulary, self._kind = engine, vocabulary, kind
@@ -64,7 +67,7 @@ class OurDecoding:
         self._engine.turn()
 
     def made(self) -> int:
-        """Tokens since the engine's start."""
+        """Returns the number of tokens since the engine's start."""
         return self._engine.stepper._pace.counts["tokens"]
 
     def end(self) -> None:
@@ -76,13 +79,16 @@ class OurDecoding:
 
 
 def _refuse(result) -> None:
-    """Takes a chunk's result. A chunk that fails ends the measurement."""
+    """Raises the error of a chunk that failed, which ends the measurement. Ignores other results."""
     if isinstance(result, Exception):
         raise result
 
 
 def timed(step: Measurements, decoding, samples: int) -> dict:
-    """Medians over rounds, ms a step; `host_ms` is processor time of all threads; the rest is PassClock's."""
+    """Times rounds of steps while `samples` samples decode. `ms_a_step` is the median of the rounds, `spread_ms` has
+    the least and the greatest. `host_ms` is processor time of all threads of this process per step. PassClock's figures
+    are added.
+    """
     rounds, steps, warm = step.place.of((ROUNDS, STEPS, WARM_STEPS), (1, 2, 1))
     decoding.begin(samples)
     try:
@@ -110,7 +116,7 @@ def timed(step: Measurements, decoding, samples: int) -> dict:
 
 
 def our_times(step: Measurements, engine: CheckedEngine, vocabulary: int) -> None:
-    """Steps of 8, 64 and 256 samples: drafts off, missing, hitting."""
+    """Times steps with 8, 64 and 256 samples, with drafts off, missing and hitting."""
     for samples in step.place.of(SAMPLES, (2,)):
         for kind in (OFF, MISS, HIT):
             decoding = OurDecoding(engine, vocabulary, kind, step.place.of(ANSWER_TOKENS, 100))

@@ -1,4 +1,5 @@
-"""vLLM's own drafter on its second model runner, drawing with the samples' noise inside of CUDA graphs.
+"""Tests vLLM's own drafter on its second model runner. The drafter draws with the samples' noise, inside of CUDA
+graphs.
 
 The model is its own draft model, so nearly all drafts are right if positions and keys are those of the samples.
 """

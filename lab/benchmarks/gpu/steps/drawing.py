@@ -1,7 +1,7 @@
-"""The fused draw: its tokens against kernel_cpu's, its microseconds, its share of the memory's speed.
+"""Tests the fused draw: its tokens against kernel_cpu's, its microseconds, and the speed at which it reads logits.
 
-Inputs take turns, so that logits come from memory and not from the L2. Beside it: the draws that others make of the
-same logits. On CPUs the kernel is interpreted, and its tokens alone are compared.
+Several inputs take turns, so that logits come from memory and not from the L2. Draws by torch of the same logits are
+timed too. On CPUs the kernel is interpreted, and only its tokens are compared.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from tailrace.lab.benchmarks.gpu.measurements import Measurements
 VOCABULARIES = (49_152, 128_256, 151_936)
 ROWS = (1, 8, 64, 256, 512)
 TURN_BYTES, MOST_TURNS = 256e6, 16
-"""Logits of all turns: five times an H100's L2."""
+"""Bytes of the logits of all inputs that take turns, five times an H100's L2, and maximum number of inputs. Logits of
+up to 8 rows reach the maximum first, and all of their inputs fit into the L2.
+"""
 
 TOLERANCE = 2e-4
 
@@ -41,7 +43,7 @@ def _kernel():
 
 
 class OnDevice:
-    """The kernel with its logits moved to the device first."""
+    """The fused kernel, with logits moved to the device first."""
 
     def __init__(self, kernel, device: str):
         self._kernel, self._device = kernel, device
@@ -51,7 +53,7 @@ class OnDevice:
 
 
 def alike(step: Measurements, kernel) -> dict:
-    """Differences from kernel_cpu over rows of every kind: 0 tokens are asked for."""
+    """Returns the differences from kernel_cpu over rows of every kind. No token should differ."""
     rng, rows, vocabulary = np.random.default_rng(0), step.place.of(512, 8), step.place.of(49_152, 200)
     logits = sampler_triton.some_logits(rng, vocabulary, rows, torch.bfloat16)
     columns = sampler_triton.some_columns(rng, vocabulary, rows)
@@ -60,7 +62,7 @@ def alike(step: Measurements, kernel) -> dict:
 
 
 class DrawCase:
-    """Draws of one size, by filters, and of other kinds."""
+    """Draws of one size: fused draws with different filters, and draws by torch."""
 
     def __init__(self, device: str, kernel, rows: int, vocabulary: int):
         from tailrace.deployments.vllm_exact.fused.parameters import to_device
@@ -99,7 +101,7 @@ class DrawCase:
         }
 
     def times(self) -> dict:
-        """Microseconds with and without the host's launches, and TB/s of logits."""
+        """Returns microseconds with and without the host's launches, and TB/s of logits."""
         from tailrace.lab.benchmarks.gpu.timers import microseconds, seconds_of, seconds_without_launches
 
         runs = self._runs()

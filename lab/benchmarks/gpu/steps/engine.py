@@ -1,6 +1,7 @@
-"""Our engine on the thread of a step, without Ray: chunks in, results out. Drafts come from answers given to it.
+"""Our engine on the thread of a step, without Ray: chunks in, results out. Drafts come from answers that the step
+gives.
 
-Its workers have a PassClock, by vLLM's own setting for extensions.
+The engine's workers have a PassClock, by vLLM's setting `worker_extension_cls`.
 """
 
 import os
@@ -23,17 +24,17 @@ from tailrace.policies.protocol.exactness import Exactness
 CLOCK = "tailrace.lab.benchmarks.gpu.pass_clock.PassClock"
 DRAFT_TOKENS = 4
 KV_GIB = {"1.7B": 24.0, "8B": 32.0}
-"""For 256 samples of 600 tokens, where 8 GiB do not suffice."""
+"""GiB of the KV cache by shape: 256 samples of 600 tokens need more than 8 GiB there."""
 
 INVARIANT = "VLLM_BATCH_INVARIANT"
 EAGER = os.environ.get("TAILRACE_GPU_EAGER") == "1"
-"""A second try, after the first one's engine did not start: no torch.compile, no CUDA graphs."""
+"""Whether engines start without torch.compile and CUDA graphs, as in the second try of a step that failed."""
 
 
 def config_of(place: Place, model: str, eager: bool = False, running: int = 64, draft: str = "group",
               runner: str = "v1", level: Exactness = "bits", **more) -> EngineConfig:  # fmt: skip
-    """Settings of an engine that fit the place: on CPUs always V1 and eager. `more`: GiB of its KV cache (`gib`), its
-    longest context (`length`), and arguments for vLLM.
+    """Returns settings of an engine that fit the place: on CPUs always V1 and eager. `more`: GiB of its KV cache
+    (`gib`), its longest context (`length`), and arguments for vLLM.
     """
     gib, length, vllm_args = more.pop("gib", 8.0), more.pop("length", 4096), more
     sizes = {"max_running": running, "max_model_len": length, "max_batched_tokens": 8192, "kv_cache_gib": gib}
@@ -56,7 +57,9 @@ def config_of(place: Place, model: str, eager: bool = False, running: int = 64, 
 
 
 def made(place: Place, shape: str, seed: int = 0) -> tuple[str, dict]:
-    """Returns the folder of a shape, or of the tiny one, and the arguments with which vLLM loads it."""
+    """Returns the model folder of a shape, in a small run that of a tiny one, and the arguments with which vLLM loads
+    it.
+    """
     name = shape_for(shape, place.small)
     arguments = {"load_format": "dummy"} if name in DUMMY else {}
     return str(model_of(name, place.models, seed, place.device)), arguments
@@ -67,15 +70,15 @@ def vocabulary_of(place: Place, shape: str) -> int:
 
 
 def force_invariant(launch) -> None:
-    """Has engines of level `law` that are started later in this process run batch-invariant kernels all the same: with
-    an attention backend that `bits` refuses, or whose rows are to be measured.
+    """Has engines of level `law` that this process starts later run batch-invariant kernels. They may have any
+    attention backend; `bits` refuses some.
     """
     settings = launch.process_settings
     launch.process_settings = lambda *given: settings(*given) | {INVARIANT: "1"}
 
 
 class GivenAnswers:
-    """The feed of an engine: answers of an epoch before, which a step has given for a group."""
+    """The feed of an engine: answers that a step has given for a group, as those of an earlier epoch."""
 
     def __init__(self):
         self._answers: dict[GroupRef, list[PastAnswer]] = {}
@@ -94,29 +97,29 @@ class GivenAnswers:
         return ready
 
     def append(self, *_piece) -> None:
-        """There is no other engine that drafts from it."""
+        """Does nothing: no other engine drafts from the tokens."""
 
     def rest(self, _group: GroupRef) -> None:
-        """It keeps nothing that could rest."""
+        """Does nothing: the feed keeps no tokens of the group."""
 
     def release(self, _group: GroupRef) -> None:
-        """It keeps nothing."""
+        """Does nothing: the feed keeps no tokens of the group."""
 
     def counts(self) -> dict[str, int]:
         return {}
 
     def close(self) -> None:
-        """It holds nothing open."""
+        """Does nothing: the feed holds nothing open."""
 
 
 def _attention_of(layer) -> str:
-    """The backend of one of vLLM's attention layers, with the version of FlashAttention where it is that."""
+    """Returns the name of an attention layer's backend, with the version of FlashAttention if it is that backend."""
     version = getattr(layer.impl, "vllm_flash_attn_version", None)
     return layer.attn_backend.get_name() + (f" {version}" if version else "")
 
 
 class CheckedEngine:
-    """`start_s`: seconds that its start took. `version`: of its weights, for new chunks."""
+    """Our engine for a step. `start_s`: seconds that its start took. `version`: weights version of new chunks."""
 
     def __init__(self, config: EngineConfig, pool=None):
         from tailrace.deployments.engine.engine_loop import EngineLoop
@@ -134,7 +137,7 @@ class CheckedEngine:
         return self.stepper._engine
 
     def about(self) -> dict:
-        """Its start, and the choices that vLLM has made."""
+        """Returns the seconds of the start, and the choices that vLLM has made."""
         config = self.llm.vllm_config
         layers = config.compilation_config.static_forward_context.values()
         return {
@@ -147,7 +150,9 @@ class CheckedEngine:
 
     def chunk(self, name: str, sample: int, prompt: np.ndarray, made: Sequence[int], count: int, group: str = "",
               drafts: int = 0, sampling: dict | None = None, **more) -> ChunkRequest:  # fmt: skip
-        """A chunk of `count` tokens that continues the tokens `made` so far. `drafts`: tokens of each draft."""
+        """Returns a chunk of `count` tokens that continues the tokens `made` so far. `drafts`: tokens of each draft, 0
+        for none.
+        """
         plan = None
         if drafts:
             budget = FixedBudget(tokens=drafts)
@@ -172,7 +177,7 @@ class CheckedEngine:
         )
 
     def run(self, chunks: list[ChunkRequest]) -> dict[str, ChunkResult]:
-        """Runs chunks together to their ends. Raises the error of one that failed."""
+        """Runs chunks together to their ends. Returns their results by id. Raises the error of a chunk that failed."""
         found: dict[str, ChunkResult | Exception] = {}
         for one in chunks:
             self.loop.submit(one, lambda result, one=one: found.__setitem__(one.chunk_id, result))
@@ -185,20 +190,20 @@ class CheckedEngine:
         return found
 
     def turn(self) -> None:
-        """One turn of the engine. Raises RuntimeError when the engine has ended."""
+        """Runs one turn of the engine. Raises RuntimeError if the engine is not healthy."""
         self.loop.turn(0.0)
         if self.loop.problem:
             raise RuntimeError(self.loop.problem)
 
     def settle(self) -> None:
-        """Waits until the answers given for the groups that run are indexed: another thread does that, and a busy
-        machine may run it after the steps that are to draft from them.
+        """Waits until the answers given for the groups that run are indexed. Another thread indexes them, on a busy
+        machine maybe after the steps that are to draft from them.
         """
         if self.stepper._drafts is not None:
             self.stepper._drafts.settle()
 
     def obeyed(self, future: Future):
-        """Turns until a command is done; returns its result."""
+        """Runs turns until a command is done. Returns its result, or raises its error."""
         while not future.done():
             self.loop.turn(0.0)
         return future.result()

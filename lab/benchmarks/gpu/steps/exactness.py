@@ -1,6 +1,6 @@
-"""The same samples alone, together, in chunks and with drafts of their own answers: are the tokens the same?
+"""Compares the tokens of the same samples alone, together, in chunks, and with drafts of their own answers.
 
-Then many samples in batches of two sizes: flips, the samples whose tokens part, per million tokens compared.
+Then many samples run in batches of two sizes: flips are the samples whose tokens part, per million tokens compared.
 """
 
 import numpy as np
@@ -18,12 +18,13 @@ SAMPLINGS = (
 )
 GROUP = len(SAMPLINGS)
 FLIPS = 256, 400
-"""Samples and tokens of each: 102,400 tokens."""
+"""Number of samples and of tokens of each: 102,400 tokens."""
 
 
 def parted(found: dict[int, np.ndarray], wanted: dict[int, np.ndarray]) -> dict:
-    """Samples whose tokens differ from those wanted, and the tokens compared: those of each up to its first
-    difference, as all later ones follow from it."""
+    """Returns the number of samples whose tokens differ from those wanted, up to 8 of their first differences, and the
+    tokens compared. Each sample is compared up to its first difference, since all later tokens follow from it.
+    """
     first = {}
     for i, tokens in found.items():
         differ = np.flatnonzero(np.asarray(tokens) != np.asarray(wanted[i]))
@@ -39,7 +40,7 @@ def parted(found: dict[int, np.ndarray], wanted: dict[int, np.ndarray]) -> dict:
 
 
 class SameSamples:
-    """Samples with prompts of 200 tokens, four of a group, each with another sampling."""
+    """Samples with prompts of 200 tokens. The four samples of a group share a prompt; each has another sampling."""
 
     def __init__(self, step: Measurements, engine: CheckedEngine, vocabulary: int):
         self._step, self._engine = step, engine
@@ -86,7 +87,7 @@ class SameSamples:
         return self._unlike(found)
 
     def in_chunks(self) -> dict:
-        """The cache is dropped between the chunks, so all that came before is computed again."""
+        """Runs the samples in chunks. Drops the cache between chunks, so that all earlier tokens are computed again."""
         made: dict[int, list[int]] = {i: [] for i in range(self._count)}
         for start in range(0, self._length, self._each):
             if start:
@@ -107,14 +108,16 @@ class SameSamples:
 
 
 def hash_of(tokens: dict) -> str:
-    """A digest of tokens, to compare the steps of one call with each other."""
+    """Returns a digest of tokens, by which the steps of one call can be compared."""
     from hashlib import blake2b
 
     return blake2b(repr(sorted(tokens.items())).encode(), digest_size=8).hexdigest()
 
 
 def flips(step: Measurements, engine: CheckedEngine, vocabulary: int) -> dict:
-    """Samples at temperature 1, all in one batch, then a quarter of them at a time."""
+    """Runs samples at temperature 1 all in one batch, then a quarter of them at a time. Returns the comparison, with
+    flips per million tokens.
+    """
     count, length = step.place.of(FLIPS, (4, 8))
     prompts = [np.random.default_rng((1, i)).integers(3, vocabulary, 8, np.int32) for i in range(count)]
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: equal tokens however they are computed, new weights, and what the engine then holds."""
+"""Tests a mixture of experts: equal tokens in each way to compute them, new weights, and what the engine then holds."""
 
 import sys
 
@@ -19,8 +19,9 @@ def experts(step: Measurements) -> None:
 
 
 def leave_dense_groups() -> None:
-    """Ends vLLM's groups of the steps before: a dry run's steps share a process, and a dense model has no group of
-    experts. vLLM is not loaded here, since an engine's settings come before it.
+    """Destroys vLLM's process groups of earlier steps. The steps of a dry run share a process, and the groups of a
+    dense model include none for experts. vLLM is not imported here, since an engine's settings must be set before the
+    import.
     """
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups is not None and groups.model_parallel_is_initialized():

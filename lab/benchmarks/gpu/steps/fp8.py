@@ -1,6 +1,6 @@
-"""Weights and KV in FP8: equal tokens however they are computed, and new weights, which the engine quantizes.
+"""Tests weights and KV in FP8: equal tokens in each way to compute them, and new weights, which the engine quantizes.
 
-On a CPU vLLM has weights in FP8 with bfloat16 alone, so a dry run has the KV alone.
+On a CPU vLLM has FP8 weights only with bfloat16, and a dry run uses float32. So only the KV is in FP8 there.
 """
 
 from tailrace.lab.benchmarks.gpu.measurements import Measurements

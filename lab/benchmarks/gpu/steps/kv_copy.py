@@ -1,4 +1,6 @@
-"""Blocks of a KV cache to pinned memory and back, GB/s: vLLM's copy of scattered blocks, and a gathered one."""
+"""Copies blocks of a KV cache to pinned memory and back, in GB/s, by vLLM's copy of scattered blocks and by a gathered
+copy.
+"""
 
 import torch
 
@@ -6,7 +8,7 @@ from tailrace.lab.benchmarks.gpu.measurements import Measurements
 
 LAYERS, BLOCKS = 28, 2048
 BLOCK_BYTES = 16 * 8 * 128 * 2 * 2
-"""Of 16 tokens in a layer of Qwen3-1.7B, keys and values in bfloat16."""
+"""Bytes of a block: 16 tokens in a layer of Qwen3-1.7B, keys and values in bfloat16."""
 
 
 def kv_copy(step: Measurements) -> None:
@@ -53,7 +55,9 @@ class BlockCopies:
         return self._measured(out, back)
 
     def _measured(self, out, back) -> dict:
-        """Speeds, and whether blocks that were lost meanwhile are the same after their return."""
+        """Returns GB/s in both directions, and whether blocks that are zeroed on the device return from the host
+        unchanged.
+        """
         from tailrace.lab.benchmarks.gpu.timers import seconds_of
 
         before = [each.clone() for each in self._caches]

@@ -1,7 +1,8 @@
-"""vLLM's compiled operators under the torch that is installed, each against torch's own in float32.
+"""Compares vLLM's compiled operators, under the torch that is installed, with torch's own in float32.
 
-Outputs are filled with NaN before, so that an operator that writes nothing is seen. Then products of a model's
-shapes: microseconds of torch's and of vLLM's batch-invariant ones, and whether a row has the same bits in every batch.
+Outputs are filled with NaN before, unless the operator works in place, so that an operator that writes nothing is seen.
+Then products of models' shapes are measured: microseconds of torch's and of vLLM's batch-invariant ones, and whether a
+row has the same bits in every batch.
 """
 
 import torch
@@ -11,10 +12,10 @@ from tailrace.lab.benchmarks.gpu.measurements import NEEDS_CARD, Measurements
 
 LIBRARIES = ("_C_stable_libtorch", "cumem_allocator", "vllm_flash_attn._vllm_fa3_C")
 SHAPES = ((4096, 2048), (12_288, 2048), (2048, 6144), (151_936, 2048), (28_672, 4096), (4096, 14_336), (1536, 576))
-"""Rows and columns of weights: Qwen3-1.7B's, Llama-3.1-8B's, SmolLM2-135M's."""
+"""Numbers of rows and columns of weights of Qwen3-1.7B, Llama-3.1-8B and SmolLM2-135M."""
 
 ROWS = (1, 5, 17, 64, 256, 1024)
-"""1 and k + 1 for drafts of 4 and 16 tokens, and batches."""
+"""Numbers of rows of a product: 1, k + 1 for drafts of k = 4 and 16 tokens, and batches."""
 
 EPSILON = 1e-5
 
@@ -41,12 +42,12 @@ def operators(step: Measurements) -> None:
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative distance of two tensors, NaN if one has a NaN."""
+    """Returns the relative distance of two tensors, NaN if one has a NaN."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 class OperatorCases:
-    """Inputs in bfloat16; each method returns the distance from float32."""
+    """Operators with inputs in bfloat16. Each method returns the relative distance from float32."""
 
     def __init__(self, device: str):
         self._kind = {"device": device, "dtype": torch.bfloat16}
@@ -104,7 +105,7 @@ class OperatorCases:
 
 
 class PagedCase:
-    """Three rows over paged KV: one that decodes, a whole prompt, one that verifies four drafts."""
+    """Three rows over paged KV: one that decodes, a whole prompt, and one that verifies four draft tokens."""
 
     HEADS, KV_HEADS, WIDTH, BLOCKS, BLOCK = 9, 3, 64, 64, 16
     LENGTHS, NEW = (100, 33, 17), (1, 33, 5)
@@ -129,7 +130,7 @@ class PagedCase:
         )  # fmt: skip
 
     def wanted(self) -> torch.Tensor:
-        """Returns float32 of the query's shape."""
+        """Returns torch's outputs in float32, in the query's shape: [tokens, heads, width]."""
         found, at = [], 0
         for i, (length, new) in enumerate(zip(self.LENGTHS, self.NEW, strict=True)):
             keys, values = (self._rows(cache, i, length) for cache in (self._keys, self._values))
@@ -144,19 +145,21 @@ class PagedCase:
         return rows.repeat_interleave(self.HEADS // self.KV_HEADS, 1).transpose(0, 1)
 
     def distance(self, found: torch.Tensor) -> float:
-        """The largest of the three rows' distances from `wanted`."""
+        """Returns the largest of the three rows' distances from `wanted`."""
         pairs = zip(found.split(self.NEW), self.wanted().split(self.NEW), strict=True)
         return max(distance(one, other) for one, other in pairs)
 
 
 def products(step: Measurements, rows: int, columns: int) -> dict:
-    """Microseconds and bits of a product, by the rows of the batch: torch's, and vLLM's batch-invariant one."""
+    """Returns microseconds of a product by the rows of the batch, and the largest difference from rows computed alone:
+    for torch, and on a GPU for vLLM's batch-invariant product.
+    """
     from tailrace.lab.benchmarks.gpu.timers import microseconds, seconds_of
 
     kind = {"device": step.place.device, "dtype": torch.bfloat16}
     weight, batch = torch.randn(rows, columns, **kind) / columns**0.5, torch.randn(max(ROWS), columns, **kind)
     ways = {"torch": lambda x: F.linear(x, weight)}
-    if step.place.card:  # its kernels are Triton's
+    if step.place.card:  # vLLM's batch-invariant product is a Triton kernel
         from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
 
         ways["invariant"] = lambda x: linear_batch_invariant(x, weight)
@@ -172,5 +175,5 @@ def products(step: Measurements, rows: int, columns: int) -> dict:
 
 
 def unlike(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest distance of two tensors of one dtype; 0.0 says equal bits."""
+    """Returns the largest absolute difference of two tensors of one dtype; 0.0 says equal values."""
     return float((found.float() - wanted.float()).abs().max())

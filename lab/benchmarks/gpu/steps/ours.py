@@ -1,4 +1,4 @@
-"""Our engine: equal tokens however they are computed, and the times of its steps."""
+"""Tests our engine: equal tokens in each way to compute them, and the times of steps."""
 
 from tailrace.deployments.vllm_exact import launch
 from tailrace.deployments.vllm_exact.engine_config import ASYNC
@@ -17,30 +17,31 @@ from tailrace.policies.protocol.exactness import Exactness
 
 
 def inputs(place: Place, runner: str, shape: str = "135M", **settings):
-    """The arguments that vLLM would get on a GPU. `settings`: see `settings_of`."""
+    """Returns the arguments and environment variables that vLLM would get on a GPU. `settings`: see `settings_of`."""
     card, given = place._replace(card=True), settings_of(runner, **settings)
     config = config_of(card, f"a folder of {shape}", running=256, **given)
     return launch.engine_arguments(config), launch.process_settings(config, None)
 
 
 def settings_of(runner: str, level: Exactness = "bits", forced: str | None = None, ahead: bool = True) -> dict:
-    """Settings of an engine. `forced`: an attention backend that `bits` refuses. `ahead`: steps without drafts may run
-    ahead, with V2.
+    """Returns settings of an engine. `forced`: an attention backend that `bits` refuses. `ahead`: whether V2 may run
+    steps without drafts ahead.
     """
     more = {} if ahead else {ASYNC: False}
     return {"runner": runner, "level": level} | more | ({} if forced is None else {"attention_backend": forced})
 
 
 def exact(step: Measurements, runner: str) -> None:
-    """Tokens of an eager engine."""
+    """Compares the tokens of an eager engine."""
     engine = started(step, "135M", eager=True, runner=runner)
     exactness.SameSamples(step, engine, vocabulary_of(step.place, "135M")).compare()
 
 
 def times(step: Measurements, runner: str, shape: str = "135M", **settings):
-    """Tokens, flips, and times of steps, with CUDA graphs. A dummy model has times alone: all its words are alike.
+    """Measures tokens, flips, and times of steps, with CUDA graphs. Dummy weights are only timed, because their logits
+    are all alike.
 
-    `settings`: see `settings_of`; with `forced`, beside batch-invariant products, `level` is law.
+    `settings`: see `settings_of`. With `forced`, products are batch-invariant, and `level` must be `law`.
     """
     if "forced" in settings:
         force_invariant(launch)
@@ -54,7 +55,7 @@ def times(step: Measurements, runner: str, shape: str = "135M", **settings):
 
 
 def started(step: Measurements, shape: str, pool=None, **settings) -> CheckedEngine:
-    """Starts an engine on a shape's model. Raises StepEnds if it does not start."""
+    """Starts an engine on a shape's model, and returns it. Raises StepEnds if it does not start."""
     found: list[CheckedEngine] = []
 
     def start() -> dict:

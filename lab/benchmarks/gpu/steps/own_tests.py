@@ -1,4 +1,4 @@
-"""The repository's tests of GPUs that need neither Ray nor the demo model."""
+"""Runs the repository's tests of GPUs that need neither Ray nor the demo model."""
 
 import subprocess
 import sys
@@ -8,11 +8,11 @@ from tailrace.lab.benchmarks.gpu.place import ROOT
 
 FILES = ("tests/gpu/test_fused_on_gpu.py", "tests/gpu/test_v2_on_gpu.py")
 LEFT_OUT = "test_an_engine_of_v2"
-"""It needs the demo model; the steps v1 and v2 stand for it."""
+"""Name of a test that needs the demo model; the steps v1 and v2 replace it."""
 
 
 def own_tests(step: Measurements) -> None:
-    """Without a GPU the tests are collected alone."""
+    """Runs the tests. Without a GPU they are only collected."""
     step.tried("pytest", lambda: _pytest([] if step.place.card else ["--collect-only"]))
 
 

@@ -1,4 +1,4 @@
-"""Stock vLLM's engine, worker and sampler, stepped in this process as ours is."""
+"""Times stock vLLM's engine, worker and sampler, stepped in this process like our engine."""
 
 import time
 
@@ -12,18 +12,18 @@ from tailrace.policies.protocol.exactness import Exactness
 
 
 def inputs(place: Place, level: Exactness, shape: str = "135M"):
-    """The arguments that vLLM would get on a GPU."""
+    """Returns the arguments and environment variables that vLLM would get on a GPU."""
     config = config_of(place._replace(card=True), f"a folder of {shape}", running=256, draft="off", level=level)
     return without_our_worker(config), launch.process_settings(config, None)
 
 
 def without_our_worker(config: EngineConfig) -> dict:
-    """Returns vLLM's arguments of a configuration with its own worker."""
+    """Returns vLLM's arguments of a configuration, without our worker."""
     return {name: value for name, value in launch.engine_arguments(config).items() if name != "worker_cls"}
 
 
 def plain(step: Measurements, level: Exactness, shape: str = "135M") -> None:
-    """Times of steps of 8, 64 and 256 samples. `level`: law is vLLM's own choice of kernels."""
+    """Times steps with 8, 64 and 256 samples. `level`: with `law` vLLM chooses its kernels itself."""
     found: list[PlainEngine] = []
 
     def start() -> dict:
@@ -40,7 +40,7 @@ def plain(step: Measurements, level: Exactness, shape: str = "135M") -> None:
 
 
 class PlainEngine:
-    """Samples that vLLM decodes."""
+    """Stock vLLM, and the samples that it decodes."""
 
     def __init__(self, config: EngineConfig, vocabulary: int):
         stock = without_our_worker(config)

@@ -1,4 +1,4 @@
-"""vLLM as it ships: its engine in a process of its own, its sampler, with or without asynchronous scheduling."""
+"""Times vLLM as it ships: its engine in a process of its own, its sampler, with or without asynchronous scheduling."""
 
 import time
 
@@ -11,11 +11,11 @@ from tailrace.lab.benchmarks.gpu.steps.engine import CLOCK, EAGER, made, vocabul
 
 TOKENS = 256
 ROUNDS = 2
-"""The first one of a size may still compile."""
+"""Number of rounds of each size; the first one may still compile."""
 
 
 def inputs(place: Place, waits: bool) -> dict:
-    """Arguments of vLLM's `LLM`, but for the model."""
+    """Returns the arguments of vLLM's `LLM`, without the model."""
     sizes = {
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
@@ -33,7 +33,7 @@ def inputs(place: Place, waits: bool) -> dict:
 
 
 def loop(step: Measurements, waits: bool) -> None:
-    """Tokens a second of 8, 64 and 256 samples."""
+    """Measures tokens per second with 8, 64 and 256 samples. `waits`: whether asynchronous scheduling is off."""
     found = []
 
     def start() -> dict:

@@ -1,4 +1,6 @@
-"""A sample's KV from the device into the pool's memory on this machine and back, by our connector, in one engine."""
+"""Moves a sample's KV from the device to the pool's memory on this machine and back, by our connector, in one
+engine.
+"""
 
 import asyncio
 import threading
@@ -48,7 +50,7 @@ class PoolKeeper:
     def _run(self, config: PoolConfig) -> None:
         try:
             asyncio.run(self._keep(config))
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: `wait` raises it
+        except Exception as error:  # noqa: BLE001 - `wait` raises the error on the caller's thread
             self._error = error
         finally:
             self._up.set()
@@ -63,7 +65,9 @@ class PoolKeeper:
                 await asyncio.sleep(0.1)
 
     def wait(self) -> dict:
-        """Waits until the pool is there. Raises its error, or TimeoutError."""
+        """Waits until the pool has started. Returns the seconds that this took. Raises the pool's error, or
+        TimeoutError after START_S.
+        """
         began_s = time.perf_counter()
         if not self._up.wait(START_S):
             raise TimeoutError(f"no pool after {START_S:.0f} s")
@@ -77,14 +81,18 @@ class PoolKeeper:
 
 
 class MovedSamples:
-    """Samples that stay, that move by the pool, and that are computed again."""
+    """Samples that continue with their KV in the engine, with their KV from the pool, or with their KV
+    computed again.
+    """
 
     def __init__(self, step: Measurements, endpoint: PoolEndpoint):
         self._engine = started(step, SHAPE, pool=endpoint, eager=True, draft="off", running=16)
         self._first, self._more = step.place.of((16, 32), (4, 4))
 
     def moved(self, length: int) -> dict:
-        """A prompt of this length and a few tokens are saved, and their sample goes on in three ways."""
+        """Saves the KV of a prompt of `length` tokens and a few generated ones, then continues the sample in each of
+        the three ways. Returns times, tokens moved, and whether the three answers are equal.
+        """
         stepper = self._engine.stepper
         prompt = np.random.default_rng(length).integers(3, stepper._requests.vocabulary, length, np.int32)
         saved, took_s = self._run("first", prompt, length, self._first, KvPlan(0, None))

@@ -1,4 +1,6 @@
-"""The machine: its card, its packages, its libraries, the speed of its memory. And the compilation beside the steps."""
+"""Describes the machine: GPU, packages, libraries, speed of the GPU's memory. `warm_up` compiles beside the first
+steps.
+"""
 
 import ctypes.util
 import os
@@ -66,7 +68,7 @@ def _smi() -> dict:
 
 
 def _bandwidth(device: str, size: int) -> dict:
-    """TB/s that a copy on the device reads and writes, and GB/s to and from pinned memory of the host."""
+    """Returns TB/s that a copy on the device reads and writes, and GB/s to and from pinned memory of the host."""
     import torch
 
     from tailrace.lab.benchmarks.gpu.timers import seconds_of
@@ -82,7 +84,7 @@ def _bandwidth(device: str, size: int) -> dict:
 
 
 def warm_up(step: Measurements) -> None:
-    """Compiles the sampler of CPUs and the draft index on cores that nothing else uses."""
+    """Compiles the sampler of CPUs and the draft index while the first steps run."""
     from tailrace.deployments.draft_index import group_index
     from tailrace.deployments.vllm_exact import kernel_cpu
 

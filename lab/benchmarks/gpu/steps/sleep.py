@@ -1,4 +1,4 @@
-"""Memory that an engine gives back while it sleeps, and the seconds until it is there again."""
+"""Measures the memory that an engine gives back while it sleeps, and the seconds until the engine has it again."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,9 @@ def sleep(step: Measurements) -> None:
 
 
 def _turn(step: Measurements, engine) -> dict:
-    """Falls asleep, loads the same weights, wakes the KV; the same tokens before and after."""
+    """Has the engine fall asleep, load the same weights and wake its KV. Returns free GiB and seconds of each command,
+    and whether the tokens before and after are equal.
+    """
     prompt, model = np.arange(3, 40, dtype=np.int32), made(step.place, SHAPE)[0]
     free_gib, seconds = [], {}
 
@@ -44,7 +46,7 @@ def _turn(step: Measurements, engine) -> dict:
 
 
 def _free_gib(card: bool) -> float | None:
-    """Of the device; None on a CPU."""
+    """Returns the free GiB of the device; None on a CPU."""
     if not card:
         return None
     import torch

@@ -1,4 +1,4 @@
-"""New weights for a running engine: from a folder, and from another process's GPU memory by CUDA IPC."""
+"""Loads new weights into a running engine: from a folder, and from another process's GPU memory by CUDA IPC."""
 
 import os
 import time
@@ -18,7 +18,7 @@ from tailrace.lab.benchmarks.gpu.steps.ours import started
 SHAPE = "1.7B"
 SERVICE = "gpu-check"
 TRAINER_S = 120.0
-"""Until the other process has its weights on the device."""
+"""Maximum seconds until the other process has its weights on the device."""
 
 
 def weights(step: Measurements) -> None:
@@ -29,7 +29,7 @@ def weights(step: Measurements) -> None:
 
 
 class NewWeights:
-    """An engine on the folder `old`; `new` has other weights of its shape."""
+    """An engine on a model folder, and a second folder with other weights of the same shape."""
 
     def __init__(self, step: Measurements, shape: str, engine: CheckedEngine):
         self._step, self._engine = step, engine
@@ -65,13 +65,15 @@ class NewWeights:
         }
 
     def by_ipc(self) -> dict:
-        """Seconds of each phase of a transfer, and whether the tokens are those of the same weights by folder."""
+        """Returns the seconds of each phase of a transfer, and whether the tokens are those of the same weights loaded
+        from a folder.
+        """
         from tailrace.deployments.staging.slots import Slots
 
         ours, theirs = get_context("spawn").Pipe()
         trainer = get_context("spawn").Process(target=hand_out, args=(theirs, self._new), daemon=True)
         trainer.start()
-        theirs.close()  # so that its end is seen here
+        theirs.close()  # else the end of the other process would not be seen here
         try:
             seconds = self._transfer(_handles(ours))
             same = self._tokens("w3") == self._tokens_of_new
@@ -106,7 +108,9 @@ class NewWeights:
 
 
 def _handles(line) -> dict:
-    """What the other process sends first. Raises RuntimeError if it ends, or does not answer."""
+    """Returns what the other process sends first. Raises RuntimeError if that process ends, or does not answer in
+    TRAINER_S.
+    """
     try:
         if line.poll(TRAINER_S):
             return line.recv()
@@ -116,7 +120,9 @@ def _handles(line) -> dict:
 
 
 def hand_out(line, folder: str) -> None:
-    """Another process with the weights in GPU memory; sends their handles as vLLM's trainer does."""
+    """Loads the weights into GPU memory, in another process, and sends their handles as vLLM's trainer does. Returns
+    once `line` receives a message.
+    """
     import torch
     from safetensors.torch import load_file
     from torch.multiprocessing.reductions import reduce_tensor
