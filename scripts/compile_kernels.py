@@ -1,4 +1,4 @@
-"""Compiles what an engine runs in each step, for this machine, into numba's cache beside the code. See setup.sh."""
+"""Compiles the kernels that an engine runs in each step into numba's cache beside the code. Run by setup.sh."""
 
 from tailrace.deployments.draft_index import group_index
 from tailrace.deployments.vllm_exact import kernel_cpu

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the pydantic models of the configuration file and of the policies."""
+"""Writes docs/configuration.md from the pydantic models of the configuration file and of the policies."""
 
 import json
 from pathlib import Path
@@ -38,16 +38,16 @@ SECTIONS = (
     ("The gateway", "applications.", GatewayApplication),
     ("Its arguments, gateway", "applications.args.", GatewayConfig),
 )
-"""Title, prefix and model of each table."""
+"""Title, prefix of the keys, and model of each table."""
 
 
 def cell(text: str) -> str:
-    """Text that a Markdown table can hold."""
+    """Returns text as a cell of a Markdown table can hold it."""
     return " ".join(str(text).split()).replace("|", "\\|")
 
 
 def type_name(annotation) -> str:
-    """A type as one reads it, without modules."""
+    """Returns the name of a type as a reader expects it, without modules."""
     if isinstance(annotation, type) and not get_args(annotation):
         return {"NoneType": "null"}.get(annotation.__name__, annotation.__name__)
     text = str(annotation).replace("typing.", "").replace("None", "null")
@@ -57,14 +57,16 @@ def type_name(annotation) -> str:
 
 
 def models_in(annotation) -> list[type[BaseModel]]:
-    """The models that a type is made of."""
+    """Returns the models that a type is made of."""
     if isinstance(annotation, type) and not get_args(annotation):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [model for part in get_args(annotation) for model in models_in(part)]
 
 
 def is_section(annotation) -> bool:
-    """Whether a key holds other keys: then it is no key of its own, unless it may also be a number."""
+    """Returns whether a key holds other keys. Such a key has no row of its own; a number of replicas has one, since it
+    may also be a number.
+    """
     return any(model is not Replicas for model in models_in(annotation))
 
 
@@ -80,7 +82,9 @@ def default(field) -> str:
 
 
 def table(prefix: str, model: type[BaseModel]) -> dict[str, tuple[str, str, str]]:
-    """Type, default and meaning of each key of a model that holds no other keys."""
+    """Returns type, default and meaning of each key of a model that holds no other keys. `Policies` has a key for each
+    family.
+    """
     if model is Policies:
         usual = Policies.model_fields
         return {
@@ -115,7 +119,9 @@ FAMILY_MEANINGS = {
 
 
 def keys() -> dict[str, dict[str, tuple[str, str, str]]]:
-    """The keys of the file by title of their section. A gateway's keys that its service has too count once."""
+    """Returns the keys of the file by the title of their section. Keys of a gateway's application that the service's
+    application has too are listed once.
+    """
     found, seen = {}, set()
     for title, prefix, model in SECTIONS:
         rows = table(prefix, model)
@@ -125,7 +131,7 @@ def keys() -> dict[str, dict[str, tuple[str, str, str]]]:
 
 
 def knobs() -> list[tuple[str, str, str]]:
-    """Family, member and name of each knob of a policy that the file may set."""
+    """Returns family, member and name of each knob of a policy that the file may set."""
     return [
         (family, name, knob)
         for family in keys_of(Policies)
@@ -136,7 +142,7 @@ def knobs() -> list[tuple[str, str, str]]:
 
 
 def constants() -> dict[str, tuple[str, str]]:
-    """Default and meaning of each field that only code may set, by class and name."""
+    """Returns default and meaning of each field that only code may set, by class and name."""
     models = [model for _, _, model in SECTIONS if model is not Policies]
     models += [member for family in FAMILIES for member in members(family).values()]
     return {
@@ -148,7 +154,9 @@ def constants() -> dict[str, tuple[str, str]]:
 
 
 def counts(sections: dict) -> list[str]:
-    """The keys of each section that one file can have: `replicas` is a number, or it holds `min` and `max`."""
+    """Returns a table of the number of keys of each section, and of policies' knobs. `replicas` counts by its longer
+    form, as `min` and `max`.
+    """
     numbers = {title: sum(f"{key}.min" not in rows for key in rows) for title, rows in sections.items()}
     rows = [f"| {title} | {number} |" for title, number in numbers.items()]
     rows += [f"| all | {sum(numbers.values())} |", f"| knobs of policies | {len(knobs())} |"]
@@ -156,7 +164,7 @@ def counts(sections: dict) -> list[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     sections = keys()
     parts = ["# Configuration", "", *ABOUT_KEYS, "", *counts(sections)]
     for title, rows in sections.items():
@@ -186,7 +194,7 @@ ABOUT_CONSTANTS = (
 
 
 def policies() -> list[str]:
-    """The members of each family, with their knobs."""
+    """Returns a table of the members of each family, with their knobs."""
     parts = ["| family | member | knob | default | meaning |", "|---|---|---|---|---|"]
     for family, named in catalogue().items():
         for name, member in named.items():

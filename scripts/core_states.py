@@ -14,7 +14,7 @@ def name(state: State | None) -> str:
 
 
 def table() -> str:
-    """The transitions as a Markdown table."""
+    """Returns the transitions as a Markdown table."""
     rows = [
         f"| {name(row.state)} | `{row.event}` | {row.condition} | {name(row.then)} | {row.actions} |" for row in TABLE
     ]
@@ -22,7 +22,7 @@ def table() -> str:
 
 
 def diagram() -> str:
-    """The transitions that change the state, as a Mermaid state diagram."""
+    """Returns the transitions that change the state, as a Mermaid state diagram."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for row in TABLE:
         if row.state is not row.then:
@@ -33,7 +33,7 @@ def diagram() -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with the generated part renewed."""
+    """Returns the page with the generated part renewed."""
     block = f"{BEGIN}\n{table()}\n\n{diagram()}\n{END}"
     return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, page, flags=re.S)
 

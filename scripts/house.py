@@ -1,6 +1,8 @@
-"""Prints the size of the house: lines and files by folder, a sample's way, moves, definitions of verbs, constructors.
+"""Prints figures of the repository's size: lines and files by folder, the files on a sample's way, moves from file to
+file, definitions of verbs, parameters of constructors.
 
-`--json` for programs. Read by tests/house/test_house_figures.py, which bounds the way, verbs and constructors.
+`--json` prints the figures for programs. tests/house/test_house_figures.py reads them, and limits the way, moves, verbs
+and constructors.
 """
 
 import argparse
@@ -18,7 +20,7 @@ VERBS = (
     "transfer_weights", "fall_asleep", "read_weights", "update_weights", "load_weights", "wake_kv", "peek",
     "load_adapter",
 )  # fmt: skip
-"""Calls that reach an engine from a driver, through every layer between."""
+"""Names of calls that pass from a driver through every layer to an engine."""
 
 LARGEST = 10
 
@@ -32,13 +34,13 @@ def lines_of(path: Path) -> int:
 
 
 def sizes() -> dict[str, dict[str, int]]:
-    """Files and lines of each folder."""
+    """Returns files and lines of each folder of FOLDERS: Markdown in docs, else Python."""
     found = {name: sources(name, "md" if name == "docs" else "py") for name in FOLDERS}
     return {name: {"files": len(paths), "lines": sum(map(lines_of, paths))} for name, paths in found.items()}
 
 
 def rooms() -> dict[str, dict[str, int]]:
-    """Files and lines of each folder that has Python files, in the product."""
+    """Returns files and lines of each folder of the product that has Python files, without its subfolders."""
     files, lines = Counter(), Counter()
     for path in (path for name in PRODUCT for path in sources(name)):
         room = path.parent.relative_to(ROOT).as_posix()
@@ -53,7 +55,9 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 
 def definitions() -> dict[str, list[str]]:
-    """Files of the product that define each verb, a leading underscore aside: a function, or a row of `Passed`."""
+    """Returns for each verb the product's files that define it, as a function or as a row of `Passed`. A leading
+    underscore is ignored.
+    """
     found: dict[str, list[str]] = {verb: [] for verb in VERBS}
     for path in (path for name in PRODUCT for path in sources(name)):
         for node in nodes_of(path):
@@ -68,7 +72,7 @@ def definitions() -> dict[str, list[str]]:
 
 
 def constructors() -> dict[str, int]:
-    """Number of parameters of each class's `__init__` in the product, `self` aside."""
+    """Returns the number of parameters of each class's `__init__` in the product, without `self`."""
     found = {}
     for path in (path for name in PRODUCT for path in sources(name)):
         for node in nodes_of(path):
@@ -81,16 +85,18 @@ def constructors() -> dict[str, int]:
 
 
 def path() -> dict[str, int]:
-    """Lines of each file on the way of a sample, in reading order: docs/life_of_a_sample.md, steps 1 to 10.
+    """Returns the lines of each file on a sample's way, in reading order: docs/life_of_a_sample.md, steps 1 to 10.
 
-    Books and kernels are named after the steps, and not counted.
+    Books and kernels, which that page names after the steps, are not counted.
     """
     steps = (ROOT / "docs" / "life_of_a_sample.md").read_text().partition("Books and kernels")[0]
     return {name: lines_of(ROOT / name) for name in re.findall(r"`([\w/]+\.py)`", steps)}
 
 
 def ways() -> dict[str, dict[str, int]]:
-    """Files, moves and returns of each list of files in docs/life_of_a_sample.md, by its name."""
+    """Returns files, moves and returns of each list of files in docs/life_of_a_sample.md, by the list's name. A move
+    goes from one file to the next, a return to a file that the list already has.
+    """
     page = (ROOT / "docs" / "life_of_a_sample.md").read_text()
     found = {}
     for name, text in re.findall(r"^```way (\w+)\n(.*?)^```", page, re.S | re.M):
@@ -101,7 +107,7 @@ def ways() -> dict[str, dict[str, int]]:
 
 
 def report(figures: dict) -> str:
-    """The figures as text."""
+    """Returns the figures as text."""
     lines = [f"{name:<14}{one['files']:>6} files {one['lines']:>8,} lines" for name, one in figures["folders"].items()]
     product = sum(figures["folders"][name]["lines"] for name in PRODUCT)
     lines += [f"{'the four':<14}{'':>12} {product:>8,} lines", ""]

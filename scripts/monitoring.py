@@ -1,6 +1,7 @@
-"""Write monitoring/board.json, a board for Grafana, and the table of metrics in docs/metrics.md, from the registry.
+"""Writes monitoring/board.json, a board for Grafana, and the table of metrics in docs/metrics.md, from the registry.
 
-Every metric has a panel of its own, below the panels that relate several. Queries name a metric by its object alone.
+Every metric has a panel of its own, below the panels that relate several metrics. Queries take a metric's name from its
+object in the registry.
 """
 
 import json
@@ -16,7 +17,7 @@ BOARD, PAGE = ROOT / "monitoring" / "board.json", ROOT / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->"
 WINDOW = "$__rate_interval"
 BATCHES_WINDOW = "30m"
-"""Of figures that come with a batch's end."""
+"""Time over which rates of figures are taken that come with a batch's end."""
 
 SOURCE = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
 
@@ -26,7 +27,7 @@ WIDTH, HEIGHT, COLUMNS = 8, 8, 24
 
 
 class Panel(NamedTuple):
-    """`queries`: each with the legend of its series. `unit`: by Grafana's names."""
+    """A panel of the board. `queries`: each query with the legend of its series. `unit`: Grafana's name of the unit."""
 
     title: str
     about: str
@@ -39,7 +40,7 @@ def rate(metric: Metric, where: str = "", window: str = WINDOW) -> str:
 
 
 def share(part: str, whole: str, by: str = "") -> str:
-    """Nothing where the whole is 0, which would be no number."""
+    """Returns the query of a share. It gives nothing where the whole is 0, because the share would be no number."""
     return f"sum{by}({part}) / (sum{by}({whole}) > 0)"
 
 
@@ -93,7 +94,7 @@ RELATED = (
 
 
 def alone(metric: Metric) -> Panel:
-    """The panel of one metric."""
+    """Returns the panel of one metric."""
     by = f" by ({', '.join(metric.labels)}) " if metric.labels else ""
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels)
     if metric.kind == "histogram":
@@ -120,7 +121,7 @@ def rows() -> dict[str, list[Panel]]:
 
 
 def board() -> str:
-    """The board as Grafana imports it."""
+    """Returns the board as Grafana imports it, in JSON."""
     panels, y = [], 0
     for title, row in rows().items():
         panels.append({"type": "row", "title": title, "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": y}, "panels": []})
@@ -170,7 +171,7 @@ def table() -> Iterator[str]:
 
 
 def rendered(page: str) -> str:
-    """The page with the table in its place."""
+    """Returns the page with the present table of metrics between BEGIN and END."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + "".join(table()) + END + rest.partition(END)[2]
 

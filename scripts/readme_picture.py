@@ -1,7 +1,8 @@
-"""Draw docs/images/tail.png: unfinished samples over time in the recorded demo, static groups against Tailrace.
+"""Draws docs/images/tail.png: unfinished samples over time in the recorded demo, static groups against Tailrace.
 
-To renew the recording: `make demo` on an idle machine, then `cp out/demo/*.gz out/demo/about.json lab/demo/recorded/`,
-this script, and the figures in README.md (tests/lab/test_demo.py compares them).
+To renew the recording, run `make demo` on an idle machine, then
+`cp out/demo/*.gz out/demo/about.json lab/demo/recorded/`, then this script. Then renew the figures in README.md;
+tests/lab/test_demo.py compares them with the recording.
 """
 
 from pathlib import Path

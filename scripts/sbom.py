@@ -1,7 +1,8 @@
 """Writes a software bill of materials: the locked packages as CycloneDX 1.6, in JSON.
 
-One component for each package and hash, with name, version, SHA-256, package URL and the locks it is in. No network,
-no clock: the same locks give the same bytes. Run by `make sbom`; `sbom.py gpu` writes the bill of one lock.
+The bill has one component for each package and hash: name, version, SHA-256, package URL, and the locks that have it.
+No network and no clock are used, so the same locks give the same bytes. Run by `make sbom`; `sbom.py gpu` writes the
+bill of one lock.
 """
 
 import json
@@ -18,7 +19,7 @@ PIN = re.compile(r"(?P<name>\S+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9
 
 
 def pins(lock: str) -> list[tuple[str, str, str]]:
-    """Name, version and SHA-256 of each package of a lock. Raises ValueError at a line that is no pin."""
+    """Returns name, version and SHA-256 of each package of a lock. Raises ValueError at a line that is no pin."""
     found = []
     for line in (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines():
         if line and not line.startswith("#"):
@@ -46,7 +47,7 @@ def component(name: str, version: str, sha256: str, locks: list[str]) -> dict:
 
 
 def bill(locks: tuple[str, ...] = LOCKS) -> dict:
-    """The bill of these locks."""
+    """Returns the bill of these locks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found: dict[tuple[str, str, str], list[str]] = {}
     for lock in locks:

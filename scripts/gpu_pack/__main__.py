@@ -1,7 +1,8 @@
-"""`make gpu-pack`: builds the pack in .gpu from the wheels of requirements/gpu.txt.
+"""`make gpu-pack`: builds a pack of the packages that a bare machine with a GPU lacks.
 
-Exit codes: 0 done, 1 failed, 2 bad input.
-docs/measurements/gpu.md says how it is used. Needs a package index, pip, and for the pool gcc, nm and apt-get.
+The pack's archives are made from the wheels of requirements/gpu.txt, and written to the folder .gpu. Exit codes: 0
+done, 1 failed, 2 bad input. docs/measurements/gpu.md says how the pack is used. The command needs a package index and
+pip, and for the pool gcc, nm, dpkg and apt-get.
 """
 
 import argparse
@@ -26,7 +27,9 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 
 def build(asked: argparse.Namespace, tell) -> list[archives.Archive]:
-    """Fetches, lays out, prunes and packs. Raises NotFetched, NotHere, ValueError."""
+    """Fetches the wheels, lays out and prunes their files, and packs them. Returns the archives. Raises NotFetched,
+    NotHere, ValueError.
+    """
     names = [carried.VLLM, *carried.PACKAGES]
     tell(f"fetching {len(names)} packages")
     lock, site = carried.LOCK.read_text(), asked.work / "lay" / "site"

@@ -1,4 +1,4 @@
-"""The archives of a pack: which file is in which, their sizes, and the limit of all together."""
+"""The archives of a pack: which archive has which file, their sizes, and the limit of all archives together."""
 
 import tarfile
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ AT_ONCE = 2
 
 
 class Archive(NamedTuple):
-    """Bytes of an archive and of the files in it."""
+    """An archive: its name, its bytes (`packed`), and the bytes of the files in it (`plain`)."""
 
     name: str
     packed: int
@@ -21,7 +21,7 @@ class Archive(NamedTuple):
 
 
 class TooLarge(Exception):
-    """The archives exceed the limit; the text names the largest files."""
+    """The archives exceed the limit; the text names the largest archives."""
 
 
 def archive_of(path: str) -> str:
@@ -36,12 +36,14 @@ def archive_of(path: str) -> str:
 
 
 def foreign_files(out: Path) -> list[str]:
-    """Names in a folder that are of no pack."""
+    """Returns the names of files in a folder that belong to no pack."""
     return sorted(path.name for path in out.iterdir() if not path.name.endswith(ENDING)) if out.is_dir() else []
 
 
 def pack(room: Path, out: Path) -> Iterator[Archive]:
-    """Packs all below `room`/site into `out`, in place of the archives there. Yields each archive as it is done."""
+    """Packs all files below `room`/site into `out`, in place of the archives there. Yields each archive once it is
+    written, the largest first.
+    """
     parts: dict[str, list[Path]] = {}
     for path in sorted((room / "site").rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -63,14 +65,14 @@ def _pack_one(room: Path, out: Path, name: str, files: list[Path]) -> Archive:
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """The same content gives the same bytes, whoever packs it and whenever."""
+    """Removes owner and time, so that the same content always gives the same bytes."""
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     return info
 
 
 def check_size(archives: list[Archive], limit: int = LIMIT_BYTES) -> int:
-    """Returns the bytes of all. Raises TooLarge if they exceed the limit."""
+    """Returns the bytes of all archives. Raises TooLarge if they exceed `limit`."""
     total = sum(one.packed for one in archives)
     if total > limit:
         largest = sorted(archives, key=lambda one: -one.packed)[:3]
@@ -81,7 +83,7 @@ def check_size(archives: list[Archive], limit: int = LIMIT_BYTES) -> int:
 
 
 def table(archives: list[Archive]) -> str:
-    """Sizes in MiB, one archive a line."""
+    """Returns a table of the sizes in MiB, with one archive a line and the sum of all."""
     lines = [f"{'archive':20}{'packed':>8}{'plain':>8}  MiB"]
     rows = [*archives, Archive("all", sum(a.packed for a in archives), sum(a.plain for a in archives))]
     return "\n".join(lines + [f"{name:20}{packed / 2**20:8.1f}{plain / 2**20:8.1f}" for name, packed, plain in rows])

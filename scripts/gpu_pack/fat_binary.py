@@ -1,8 +1,9 @@
-"""The machine code of one chip, left alone in a CUDA library. Own reading of the format of `.nv_fatbin`.
+"""Removes the machine code of all chips but one from a CUDA library. The parser of `.nv_fatbin` is our own.
 
-A fat binary has containers, each with an entry for every chip; the driver takes that of its own. Here the entries of
-one chip move to the front of their container, its length is cut to them, and the rest becomes zeros, which compress
-away. The file keeps its length and its offsets. A container without such an entry is empty then: its kernels fail.
+A fat binary has containers, each with an entry for every chip; the driver loads the entry of its own chip. Here the
+entries of one chip move to the front of their container. The container's length is cut to these entries, and the rest
+becomes zeros, which compress well. The file keeps its length and its offsets. A container without an entry of the chip
+is then empty, and its kernels fail.
 """
 
 import struct
@@ -13,16 +14,16 @@ from typing import NamedTuple
 SECTION = ".nv_fatbin"
 MAGIC = 0xBA55ED50
 CONTAINER = struct.Struct("<IHHQ")
-"""Magic, version, bytes of this header, bytes of the entries."""
+"""Header of a container: magic, version, bytes of this header, bytes of the entries."""
 
 ENTRY = struct.Struct("<HHIQ")
-"""Kind, version, bytes of the entry's header, bytes of its code."""
+"""First fields of an entry's header: kind, version, bytes of the header, bytes of the code."""
 
 ARCHITECTURE_AT = 28
-"""Of an entry: where its chip is, as a u32; 90 is Hopper."""
+"""Offset of the chip's number in an entry, a u32; 90 is Hopper."""
 
 MACHINE_CODE = 2
-"""An entry's kind; 1 is PTX, text for a compiler."""
+"""Kind of an entry with machine code; 1 is PTX, text for a compiler."""
 
 
 class Span(NamedTuple):
@@ -33,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """Containers, those that are empty now, bytes of code kept and dropped."""
+    """Number of containers, number of those that are empty now, bytes of entries kept and dropped."""
 
     containers: int
     empty: int
@@ -42,7 +43,7 @@ class Pruned(NamedTuple):
 
 
 def section_of(data: bytes, name: str) -> Span | None:
-    """Returns where a section of a 64-bit ELF file is, or None."""
+    """Returns the bytes of a 64-bit ELF file in which a section is, or None. Raises ValueError for any other file."""
     if data[:5] != b"\x7fELF\x02":
         raise ValueError("not a 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", data, 0x28)
@@ -57,7 +58,7 @@ def section_of(data: bytes, name: str) -> Span | None:
 
 
 def containers_of(data: bytes, span: Span) -> Iterator[tuple[int, Span]]:
-    """Yields (where a container begins, where its entries are). Padding between containers is passed over."""
+    """Yields for each container its offset and the span of its entries. Skips padding between containers."""
     at = span.start
     while at + CONTAINER.size <= span.end:
         magic, _, head, size = CONTAINER.unpack_from(data, at)
@@ -69,7 +70,7 @@ def containers_of(data: bytes, span: Span) -> Iterator[tuple[int, Span]]:
 
 
 def entries_of(data: bytes, entries: Span) -> Iterator[tuple[Span, bool, int]]:
-    """Yields (the entry with its header, whether it is machine code, its chip)."""
+    """Yields for each entry its span with the header, whether it is machine code, and its chip."""
     at = entries.start
     while at < entries.end:
         kind, _, head, size = ENTRY.unpack_from(data, at)
@@ -79,7 +80,7 @@ def entries_of(data: bytes, entries: Span) -> Iterator[tuple[Span, bool, int]]:
 
 
 def prune_span(data: bytearray, span: Span, architecture: int) -> Pruned:
-    """Leaves the machine code of one chip in the containers of a span; the data keeps its length."""
+    """Removes from the containers of a span all but the machine code of one chip. The data keeps its length."""
     whole, count, empty, kept, dropped = bytes(data), 0, 0, 0, 0
     for at, entries in containers_of(whole, span):
         mine = [one for one, code, chip in entries_of(whole, entries) if code and chip == architecture]
@@ -92,7 +93,7 @@ def prune_span(data: bytearray, span: Span, architecture: int) -> Pruned:
 
 
 def prune(path: Path, architecture: int) -> Pruned:
-    """Prunes a library in place. Raises ValueError if it has no code for GPUs."""
+    """Prunes a library in place. Raises ValueError if it is no 64-bit ELF file, or has no code for GPUs."""
     data = bytearray(path.read_bytes())
     span = section_of(data, SECTION)
     if span is None:

@@ -1,4 +1,4 @@
-"""The packages laid out as they will be on the machine, without the parts that are not needed there."""
+"""Lays out the packages as on the machine with the GPU, without the parts that are not needed there."""
 
 import shutil
 import zipfile
@@ -12,7 +12,9 @@ Say = Callable[[str], None]
 
 
 def lay_out(site: Path, wheels: dict[str, Path], say: Say) -> None:
-    """Unpacks wheels into a new folder, vLLM's in part, and prunes its library of operators."""
+    """Unpacks wheels into a new folder without the files that are not needed, and prunes vLLM's library of
+    operators.
+    """
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
     for name, wheel in wheels.items():

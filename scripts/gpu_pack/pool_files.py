@@ -1,7 +1,7 @@
 """Mooncake's client and programs, with the libraries of the system that a bare machine lacks.
 
-Two libraries are named by them and never called without etcd and without a metadata server over HTTP; stubs stand for
-these. Needs gcc, nm and Debian's apt-get.
+Mooncake links an etcd library and libcurl, and calls them only with etcd or with a metadata server over HTTP. Stubs
+replace both libraries. gcc, nm, dpkg and Debian's apt-get are needed.
 """
 
 import shutil
@@ -18,7 +18,7 @@ TOOLS = ("gcc", "nm", "apt-get", "dpkg")
 
 DEBIAN = ("libibverbs1", "ibverbs-providers", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 LIBRARIES = ("libmlx5.so.1", "libibverbs.so.1", "libnuma.so.1", "libnl-route-3.so.200", "libnl-3.so.200")
-"""Of those packages."""
+"""Names of libraries in the packages DEBIAN."""
 
 ETCD = ("Etcd", "NewEtcd", "NewStoreEtcd")
 WRAPPER = """#!/bin/sh
@@ -37,7 +37,9 @@ def missing_tool() -> str | None:
 
 
 def lay_out_pool(site: Path, wheel: Path, work: Path) -> None:
-    """Adds the pool's files to the site folder, and a folder `system` of libraries. Raises NotHere."""
+    """Adds the pool's files to the site folder, and a folder `system` of libraries. Raises NotHere if a package or a
+    library of the system is missing.
+    """
     with zipfile.ZipFile(wheel) as file:
         libraries = {path for path in file.namelist() if ".libs/" in path}
     etcd = {path for path in libraries if "etcd" in path}
@@ -52,7 +54,7 @@ def lay_out_pool(site: Path, wheel: Path, work: Path) -> None:
         _stub(path, calls, "long {}(void) {{ return -1; }}")
     curl = [name for name in undefined if name.startswith("curl_")]
     _stub(system / "libcurl.so.4", curl, "void *{}(void) {{ return 0; }}")
-    for name in PROGRAMS:  # they are started without an environment, and find their libraries by a wrapper
+    for name in PROGRAMS:  # a wrapper sets the library path: programs are started without an environment
         (folder / name).rename(folder / f"{name}.bin")
         (folder / name).write_text(WRAPPER.format(name=name))
         (folder / name).chmod(0o755)
@@ -67,7 +69,7 @@ def _wanted(path: str) -> bool:
 
 
 def _undefined(paths: list[Path]) -> list[str]:
-    """Names of the functions that these libraries ask others for."""
+    """Returns the names of functions that these libraries call and do not define."""
     command = ["nm", "-D", "--undefined-only", *map(str, paths)]
     words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return sorted({word.split("@")[0] for word in words})

@@ -1,4 +1,6 @@
-"""Wheels of the lock's versions, for the Python of the machine with the GPU: fetched once, by name and version."""
+"""Downloads wheels of the lock's versions, for the Python of the machine with the GPU, once for each name and
+version.
+"""
 
 import subprocess
 import sys
@@ -13,7 +15,7 @@ ABIS = (f"cp{PYTHON.replace('.', '')}", "abi3", "none")
 
 
 class NotFetched(Exception):
-    """pip did not get a wheel; the text is pip's last line."""
+    """pip did not get a wheel; the text is pip's last line, or names the wheel."""
 
 
 def wheel_of(folder: Path, name: str, version: str) -> Path | None:
@@ -23,7 +25,9 @@ def wheel_of(folder: Path, name: str, version: str) -> Path | None:
 
 
 def fetch(folder: Path, names: list[str], lock: str) -> dict[str, Path]:
-    """Downloads the wheels that the folder lacks. Returns all by name. Raises NotFetched, ValueError (no pin)."""
+    """Downloads the wheels that the folder lacks. Returns all wheels by name. Raises NotFetched, or ValueError if the
+    lock has no pin.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     versions = {name: version_of(name, lock) for name in names}
     wanted = [f"{name}=={version}" for name, version in versions.items() if wheel_of(folder, name, version) is None]
