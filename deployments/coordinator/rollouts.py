@@ -253,9 +253,7 @@ class Rollouts:
             return
         dated = self._engines.reports()
         reports = [one.report for one in dated]
-        if (
-            reports and not self._reported and self.core_holder.finishes
-        ):  # the core knows no replica of older weights
+        if reports and not self._reported and self.core_holder.finishes:  # the core knows no replica of older weights
             await self.weights.find(reports, self.token_log)
             self._observe_now(ev.WeightsChanged(self.loop.now(), self.weights.version))
         self.weights.observe(reports)

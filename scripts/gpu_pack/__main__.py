@@ -17,7 +17,7 @@ say = partial(print, flush=True)
 
 
 def arguments(given: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu_pack", description=__doc__.split(".")[0])
+    parser = argparse.ArgumentParser(prog="gpu_pack", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=carried.ROOT / ".gpu", help="the folder of the pack; .gpu")
     parser.add_argument("--work", type=Path, default=carried.ROOT / "out" / "gpu-pack",
                         help="wheels and unpacked files, gigabytes; out/gpu-pack")  # fmt: skip

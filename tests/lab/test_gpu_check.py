@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from test_imports import loaded
 
@@ -15,6 +16,7 @@ from tailrace.lab.benchmarks.gpu import catalog, check, driver
 from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, CheckStep, Processes, StepEnded, drive
 from tailrace.lab.benchmarks.gpu.place import ROOT, Place, libraries_of
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines, figures, table
+from tailrace.lab.benchmarks.gpu.steps import attention, drawing
 
 WRITES = (
     "import json,sys; open(sys.argv[1], 'a').write(json.dumps({'step': sys.argv[2], 'what': 'x', 'n': 1}) + '\\n');"
@@ -265,3 +267,53 @@ def test_an_engine_is_imported_where_ray_is_not_installed():
     code += f"for m in {[*names, 'tailrace.lab.benchmarks.pool.pool_testbed']}:\n importlib.import_module(m)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "speed"),
+    [(98_304, None), (5_000_000, None), (5_000_001, {"open": 0.5}), (77_791_232, {"open": 7.779})],
+)
+def test_a_speed_of_memory_is_given_only_for_logits_that_come_from_it(size_bytes, speed):
+    seconds = 1e-5
+    assert drawing.GRAPH_CALLS == 10 and drawing.speeds(size_bytes, {"open": seconds}) == speed
+
+
+class EngineByHand:
+    """An engine's answers by turn, in place of those of a model; an exception fails its turn."""
+
+    def __init__(self, *turns):
+        self._turns, self.answers, self.given = list(turns), self, []
+
+    def give(self, _group, token_ids) -> None:
+        self.given.append(token_ids)
+
+    def sample(self, *_):
+        found = self._turns.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        tokens, logprobs = found
+        return SimpleNamespace(token_ids=np.array(tokens), logprobs=np.array(logprobs, np.float32), accepted_tokens=3)
+
+
+def beside(monkeypatch, *turns) -> tuple[attention.BesidePrompts, EngineByHand]:
+    engine = EngineByHand(*turns)
+    monkeypatch.setattr(attention, "vocabulary_of", lambda *_: 100)
+    case = attention.BesidePrompts(SimpleNamespace(place=Place(ROOT, ROOT, card=False, small=True)), engine)
+    monkeypatch.setattr(case, "_sample", engine.sample)
+    return case, engine
+
+
+def test_a_sample_beside_prompts_is_compared_with_the_sample_alone(monkeypatch):
+    case, engine = beside(monkeypatch, ([1, 2], [-1, -2]), ([1, 3], [-1.5, -9]), ([1, 2], [-1, -2]))
+    assert case.moved(0) == {"unlike_tokens": 0, "first_unlike": None, "logprobs_moved": 0.0}
+    assert case.moved(9) == {"unlike_tokens": 1, "first_unlike": 1, "logprobs_moved": 0.5}
+    assert case.moved_by_drafts()["unlike_tokens"] == 0 and engine.given[0].tolist() == [1, 2]
+
+
+def test_without_the_sample_alone_nothing_is_compared(monkeypatch):
+    case, _ = beside(monkeypatch, RuntimeError("out of memory"), ([1, 3], [-1, -2]))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        case.moved(0)
+    for compared in (lambda: case.moved(9), case.moved_by_drafts):
+        with pytest.raises(RuntimeError, match="the sample alone has failed"):
+            compared()

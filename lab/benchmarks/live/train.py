@@ -94,7 +94,7 @@ def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: 
     `ratio`: step seconds of static groups over those of the mode. `tokens`: tokens of each step.
     """
     engine = file.application.args.engine
-    cores = file.application.args.replicas.max * (engine.cores or 1)
+    replicas, cores = file.application.args.replicas.max, engine.cores or 1
     rows: dict[str, list[LedgerRow]] = {}
     with TemporaryDirectory(prefix="tailrace-bench-train-") as folder:
         with service(file, None) as client:
@@ -102,7 +102,7 @@ def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: 
             for name in (name for name in MODES if name in names):
                 asyncio.run(_prepare(client, policies_of(name, configured)))
                 rows[name] = _trained(client, replay, engine.model, name, Path(folder) / name, say)
-        modes = {name: figures(of_mode, cores) for name, of_mode in rows.items()}
+        modes = {name: figures(of_mode, replicas, cores) for name, of_mode in rows.items()}
         if TRL in names:
             from tailrace.lab.benchmarks.live.train_trl import trl_step_s
 
@@ -111,7 +111,7 @@ def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: 
     base = modes.get(STATIC)
     for figure in modes.values():
         figure["ratio"] = base and round(base["step_s"] / figure["step_s"], 3)
-    return {"cores": cores, "tokens": [row.tokens for row in next(iter(rows.values()), [])], "modes": modes}
+    return {"cores": replicas * cores, "tokens": [row.tokens for row in next(iter(rows.values()), [])], "modes": modes}
 
 
 def policies_of(name: str, configured: Policies) -> Policies:
@@ -123,12 +123,12 @@ def policies_of(name: str, configured: Policies) -> Policies:
     return configured.model_copy(update=ends | gathers)
 
 
-def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
-    """Returns the means over steps. `bound_share`: busy seconds of engines and trainer, divided by the cores and by the
-    seconds of a step.
+def figures(rows: Sequence[LedgerRow], replicas: int, cores: int) -> dict:
+    """Returns the means over steps. `cores`: of a replica. `bound_share`: core-seconds in which engines and the trainer
+    are busy, divided by all cores and by the seconds of a step.
     """
     step_s = mean(row.seconds.step for row in rows)
-    busy_s = mean(row.replica_s - row.idle_replica_s for row in rows)
+    busy_s = cores * mean(row.replica_s - row.idle_replica_s for row in rows)
     trainer_s = mean(row.trainer_cpu_s for row in rows)
     kinds = {
         kind: round(mean(getattr(row.seconds, kind) for row in rows), 2) for kind in type(rows[0].seconds).model_fields
@@ -138,7 +138,7 @@ def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
         "idle_share": round(sum(row.idle_replica_s for row in rows) / sum(row.replica_s for row in rows), 3),
         "engine_core_s": round(busy_s, 2),
         "trainer_core_s": round(trainer_s, 2),
-        "bound_share": round((busy_s + trainer_s) / cores / step_s, 3),
+        "bound_share": round((busy_s + trainer_s) / (replicas * cores) / step_s, 3),
         "staleness": mean(row.staleness.mean for row in rows),
         "reward": round(mean(row.reward_mean for row in rows), 4),
         "groups_without_gradient": sum(row.groups_without_gradient for row in rows),

@@ -198,23 +198,32 @@ class BesidePrompts:
 
     def moved(self, tokens: int) -> dict:
         """Returns the number of tokens that differ from those of the sample alone, the first of them, and the largest
-        distance of a logprob before it. The first call sets the result that later ones are compared with.
+        distance of a logprob before it. `tokens`: see `_sample`; the first call has 0. Raises RuntimeError, as
+        `moved_by_drafts` does, if that call has failed.
         """
-        return self._distance(self._sample(tokens))
+        found = self._sample(tokens)
+        if not tokens:
+            self._wanted = found
+        return self._distance(found)
 
     def moved_by_drafts(self) -> dict:
         """Returns the figures of `moved` for the sample with drafts of its own answer, and the number of accepted
         tokens.
         """
-        self._engine.answers.give(GroupRef("beside", "beside"), self._wanted.token_ids)
+        self._engine.answers.give(GroupRef("beside", "beside"), self._alone().token_ids)
         found = self._sample(0, DRAFT_TOKENS)
         return self._distance(found) | {"accepted_tokens": found.accepted_tokens}
 
+    def _alone(self):
+        if self._wanted is None:
+            raise RuntimeError("there is nothing to compare with: the sample alone has failed")
+        return self._wanted
+
     def _distance(self, found) -> dict:
-        self._wanted = self._wanted or found
-        differ = np.flatnonzero(found.token_ids != self._wanted.token_ids)
+        wanted = self._alone()
+        differ = np.flatnonzero(found.token_ids != wanted.token_ids)
         until = int(differ[0]) if len(differ) else len(found.token_ids)
-        moved = np.abs(found.logprobs[:until] - self._wanted.logprobs[:until]).max(initial=0.0)
+        moved = np.abs(found.logprobs[:until] - wanted.logprobs[:until]).max(initial=0.0)
         return {
             "unlike_tokens": len(differ),
             "first_unlike": until if len(differ) else None,

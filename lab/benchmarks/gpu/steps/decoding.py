@@ -95,15 +95,14 @@ def timed(step: Measurements, decoding, samples: int) -> dict:
         for _ in range(warm):
             decoding.turn()
         decoding.llm.collective_rpc("watch_passes")
-        walls, process_s, made, began_s = [], time.process_time(), decoding.made(), time.perf_counter()
+        walls, made, process_s, began_s = [], decoding.made(), time.process_time(), time.perf_counter()
         for _ in range(rounds):
             round_s = time.perf_counter()
             for _ in range(steps):
                 decoding.turn()
             walls.append(1e3 * (time.perf_counter() - round_s) / steps)
-        tokens, wall_s = decoding.made() - made, time.perf_counter() - began_s
-        passes = decoding.llm.collective_rpc("pass_times")[0]
-        process_s = time.process_time() - process_s
+        process_s, wall_s = time.process_time() - process_s, time.perf_counter() - began_s
+        tokens, passes = decoding.made() - made, decoding.llm.collective_rpc("pass_times")[0]
     finally:
         decoding.end()
     return {

@@ -4,7 +4,7 @@ Several inputs take turns, so that logits come from memory and not from the L2. 
 timed too. On CPUs the kernel is interpreted, and only its tokens are compared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 
 import numpy as np
@@ -12,13 +12,12 @@ import torch
 
 from tailrace.lab.benchmarks.engine import interpreted, sampler_triton
 from tailrace.lab.benchmarks.gpu.measurements import Measurements
+from tailrace.lab.benchmarks.gpu.timers import GRAPH_CALLS, microseconds, seconds_of, seconds_without_launches
 
 VOCABULARIES = (49_152, 128_256, 151_936)
 ROWS = (1, 8, 64, 256, 512)
-TURN_BYTES, MOST_TURNS = 256e6, 16
-"""Bytes of the logits of all inputs that take turns, five times an H100's L2, and maximum number of inputs. Logits of
-up to 8 rows reach the maximum first, and all of their inputs fit into the L2.
-"""
+L2_BYTES = 50e6
+"""Bytes of the L2 of an H100 and an H200. A speed is given only where the inputs that take turns are larger."""
 
 TOLERANCE = 2e-4
 
@@ -68,7 +67,7 @@ class DrawCase:
         from tailrace.deployments.vllm_exact.fused.parameters import to_device
 
         self._device, self._rows, self._vocabulary = torch.device(device), rows, vocabulary
-        turns = max(1, min(MOST_TURNS, int(TURN_BYTES / (2 * vocabulary * rows)) if device == "cuda" else 1))
+        turns = GRAPH_CALLS if device == "cuda" else 1
         self._logits = [(3.0 * torch.randn(rows, vocabulary, device=device)).to(torch.bfloat16) for _ in range(turns)]
         self._turn, self._kernel = count(), kernel
         self._keys, self._places = (to_device(np.arange(rows), self._device) for _ in range(2))
@@ -101,15 +100,19 @@ class DrawCase:
         }
 
     def times(self) -> dict:
-        """Returns microseconds with and without the host's launches, and TB/s of logits."""
-        from tailrace.lab.benchmarks.gpu.timers import microseconds, seconds_of, seconds_without_launches
-
+        """Returns microseconds with and without the host's launches, and TB/s of logits that come from memory."""
         runs = self._runs()
         launched = {kind: microseconds(seconds_of(run)) for kind, run in runs.items()}
         alone = {kind: seconds_without_launches(run) for kind, run in runs.items()}
-        size = 2e-12 * self._vocabulary * self._rows
         return {
             "us": launched,
             "us_without_launches": {kind: microseconds(seconds) for kind, seconds in alone.items()},
-            "tb_s": {kind: round(size / seconds, 3) for kind, seconds in alone.items()},
+            "tb_s": speeds(2 * self._vocabulary * self._rows, alone),
         }
+
+
+def speeds(size_bytes: int, seconds: Mapping[str, float]) -> dict[str, float] | None:
+    """Returns TB/s by the seconds of calls that read `size_bytes`; None if their inputs fit into the L2."""
+    if GRAPH_CALLS * size_bytes <= L2_BYTES:
+        return None
+    return {kind: round(1e-12 * size_bytes / one, 3) for kind, one in seconds.items()}
