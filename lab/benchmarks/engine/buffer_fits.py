@@ -1,9 +1,10 @@
 """How often the candidates of top_p fit in the fused kernel's buffer:
 python -m tailrace.lab.benchmarks.engine.buffer_fits.
 
-Over logits of the demo model on texts of this repository. The bound is computed as scan.py and candidates.py do it, in
-float64; no kernel runs. Prints, by temperature and top_p, the share of rows whose candidates do not fit (such a row is
-read again and again), and bytes over the minimum of the others: median and largest.
+The logits are those of the demo model on texts of this repository. The bound is computed in float64 as scan.py and
+candidates.py compute it; no kernel runs. Prints two figures by temperature and top_p. One is the share of rows whose
+candidates do not fit, or whose bound fails its test: the kernel reads such a row several times. The other is the bytes
+that the other rows move, as a multiple of the minimum: median and maximum.
 """
 
 import json
@@ -33,7 +34,9 @@ def logits_of_texts() -> np.ndarray:
 
 
 def bytes_over_minimum(logits: np.ndarray, heat: float, top_p: float) -> float | None:
-    """Returns the bytes of a row f64[V] over the minimum, or None if its candidates do not fit."""
+    """Returns the bytes that a row f64[V] moves as a multiple of the minimum, or None if its candidates do not fit or
+    its bound fails the test.
+    """
     from tailrace.deployments.vllm_exact.fused import kernel, parameters, scan
 
     bins, span, vocab = scan.BINS.value, kernel.SPAN, len(logits)

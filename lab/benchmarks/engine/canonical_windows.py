@@ -1,7 +1,7 @@
 """`tailrace bench windows`: what canonical windows cost a bfloat16 engine on a CPU, and the flips that they remove.
 
 Engines with windows of several sizes and one without take turns on a core, a few steps each; times are processor time.
-Flips: the same samples at once and one by one, compared up to each sample's first difference.
+For flips, the same samples run at once and one by one. Their tokens are compared up to each sample's first difference.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ from tailrace.lab.benchmarks.engine.windowed_engine import Answer, WindowedEngin
 
 ROUNDS, STEPS = 5, 2
 OWN = 0
-"""The name of the engine's own windows, of all sizes that its check finds, among the sizes."""
+"""Size that stands for the engine's own windows, of all sizes that pass its check."""
 
 PROMPTS = 2
-"""Prompts timed, whose median counts."""
+"""Number of timed prompts; their median counts."""
 
 FLIP_SAMPLES, BATCHES = 16, (16, 1)
-"""Samples at once in the two runs whose tokens are compared."""
+"""Number of compared samples, and how many of them run at once in each of the two runs."""
 
 
 def measure(
     model: str, samples: Sequence[int], windows: Sequence[int], tokens: int, say: Callable[[str], None]
 ) -> dict:
     """Returns milliseconds and cost ratios by samples and window, ratios of prompts, and flips per million tokens
-    without windows and with the engine's own. `model`: a folder. `tokens`: of a sample that is compared.
+    without windows and with the engine's own. `model`: a folder. `tokens`: number of tokens of a compared sample.
     """
     sizes = [None, OWN, *windows]
     engines = {size: WindowedEngine(model, max(*samples, *BATCHES), size) for size in sizes}
@@ -74,7 +74,9 @@ def _of_size(engines: dict[int | None, WindowedEngine], samples: int, say: Calla
 
 
 def cost_ratios(taken: dict[int | None, Sequence[float]]) -> dict[str, float]:
-    """Returns, by window, the median over the rounds of a step's time over that without windows in the same round."""
+    """Returns, by window, the median over the rounds of a step's time divided by the time without windows in the same
+    round.
+    """
     base = taken[None]
     return {
         _name(size): round(median(one / plain for one, plain in zip(of, base, strict=True)), 3)
@@ -84,8 +86,8 @@ def cost_ratios(taken: dict[int | None, Sequence[float]]) -> dict[str, float]:
 
 
 def flipped(one: Sequence[Answer], other: Sequence[Answer]) -> tuple[int, int, int]:
-    """Returns the number of samples whose tokens part, of tokens up to each sample's first difference, and of those
-    with other bits in their raw logprob.
+    """Returns three numbers: samples whose tokens differ, compared tokens, and compared tokens whose raw logprobs
+    differ. Tokens are compared up to each sample's first difference.
     """
     flips, compared, others = 0, 0, 0
     for (a, a_logprobs), (b, b_logprobs) in zip(one, other, strict=True):

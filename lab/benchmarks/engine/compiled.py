@@ -1,8 +1,8 @@
-"""The fused sampling kernel as machine code of GPUs that need not be here:
-python -m tailrace.lab.benchmarks.engine.compiled.
+"""Compilation of the fused sampling kernel for GPUs, without a GPU: python -m tailrace.lab.benchmarks.engine.compiled.
 
-Prints, by launch and compute capability, the bytes of machine code, how often the constants of the integer units occur
-in it, and how many of their operations are fused with another one. Those must be none: see `exp64` in fused/noise.py.
+Prints three numbers by launch and compute capability. They are the bytes of machine code, the PTX instructions with a
+constant of the integer units, and those of them that are fused with another operation. The last number must be 0: see
+`exp64` in fused/noise.py.
 """
 
 import json
@@ -23,7 +23,7 @@ def signatures(dtype: str) -> dict[str, dict[str, str]]:
 
 
 def measure(vocab: int = 151_936, dtype: str = "bf16") -> dict:
-    """Returns figures of each launch for each capability."""
+    """Returns the figures of each launch for each capability."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

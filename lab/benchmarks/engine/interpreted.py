@@ -1,7 +1,7 @@
-"""The fused sampling kernel under Triton's interpreter, which needs no GPU, and the bytes that it moves there.
+"""The fused sampling kernel under Triton's interpreter, which needs no GPU, and the bytes that the kernel moves.
 
-Invariant: the kernel is the one of GPUs, operation by operation, in numpy. Only its helpers' calls are made cheaper:
-the interpreter prepares the language again for each call of one, which takes a millisecond.
+Invariant: the kernel is the one of GPUs, operation by operation, in numpy. Only calls of its helper functions are made
+cheaper: for each of them the interpreter would prepare the language again, which takes a millisecond.
 Called by sampler_triton.py and by tests.
 """
 
@@ -18,15 +18,15 @@ REPLACED: list[tuple] = []  # (module, name, function) of Triton's own library
 
 
 def interpreted():
-    """Returns the module kernel.py of the fused kernel with interpreted functions. Raises RuntimeError on a GPU.
+    """Returns the module kernel.py of the fused kernel with interpreted functions.
 
-    In one process the kernel is interpreted or compiled: what is loaded first stays.
+    Raises RuntimeError if the process has loaded the compiled kernel before: the kind that is loaded first stays.
     """
     kept = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where a function is defined
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable where a function is defined
     try:
         kernel = import_module(f"{ROOM}.kernel")
-        from triton.experimental import gluon  # noqa: F401 - a launch imports it, and it asks for the setting too
+        from triton.experimental import gluon  # noqa: F401 - a launch imports this module, which reads the variable too
         from triton.runtime import interpreter
     finally:
         os.environ.pop("TRITON_INTERPRET")
@@ -40,7 +40,7 @@ def interpreted():
 
 
 def forget() -> None:
-    """Drops the loaded kernel, so that the next import may be of the other kind, and restores Triton's library."""
+    """Removes the loaded kernel, so that the next import may be of the other kind, and restores Triton's library."""
     for name in [name for name in sys.modules if name.startswith(ROOM)]:
         del sys.modules[name]
     while REPLACED:
@@ -48,7 +48,10 @@ def forget() -> None:
 
 
 def _interpret_library(interpreter) -> None:
-    """Has `tl.sum` and the like interpreted too: where Triton was imported earlier, they are to be compiled."""
+    """Replaces compiled functions of Triton's library, such as `tl.sum`, by interpreted ones.
+
+    The library has compiled functions if Triton was imported before the variable was set.
+    """
     import triton.language as tl
     from triton.runtime.jit import JITFunction
 
@@ -62,7 +65,7 @@ def _interpret_library(interpreter) -> None:
 
 
 def _prepare_once(interpreter) -> None:
-    """Has calls of helpers inside a running kernel use the language as the kernel's own call has prepared it."""
+    """Makes calls of helpers inside a running kernel use the language as prepared by the kernel's own call."""
     if interpreter.InterpretedFunction.__call__.__module__ == __name__:
         return
     whole, prepared = interpreter.InterpretedFunction.__call__, set()
@@ -78,7 +81,11 @@ def _prepare_once(interpreter) -> None:
 
 
 class MemoryTraffic:
-    """Bytes that a kernel loads and stores. `logits`: of the loads from there. `moved`: each other byte once a way."""
+    """Bytes that a kernel loads and stores.
+
+    The attribute `logits` has the bytes of all loads from the tensor `logits`. `moved` has the other bytes: each counts
+    once if it is loaded, and once if it is stored.
+    """
 
     def __init__(self, logits):
         self._begin, self._end = logits.data_ptr(), logits.data_ptr() + logits.nbytes
@@ -100,7 +107,7 @@ class MemoryTraffic:
 
     @property
     def on_chip(self) -> int:
-        """Bytes loaded again, of those that are no logits."""
+        """Bytes outside the logits that were loaded again."""
         loaded = np.concatenate(self._loaded)
         return len(loaded) - len(np.unique(loaded))
 
@@ -111,7 +118,9 @@ def _bytes(places, size: int):
 
 @contextmanager
 def counted(logits) -> Iterator[MemoryTraffic]:
-    """Yields the MemoryTraffic of what interpreted kernels move meanwhile; `logits` is the tensor that they read."""
+    """Yields a MemoryTraffic that counts the loads and stores of interpreted kernels in this block. `logits`: the
+    tensor that the kernels read.
+    """
     from triton.runtime.interpreter import _get_np_dtype
     from triton.runtime.interpreter import interpreter_builder as builder
 

@@ -1,8 +1,8 @@
-"""`tailrace bench overhead`: what Tailrace adds to a step of vLLM's engine, and where it goes.
+"""`tailrace bench overhead`: the time that Tailrace adds to a step of vLLM's engine, by part of the step.
 
-A model so small that the rest shows. Stock vLLM's engine and ours without drafts, with drafts that miss and with
-drafts that hit take turns on one core, a few steps each, so that a busy machine slows them alike. Processor time of
-the step's thread is by timers around the parts (step_parts.py).
+The model is so small that the other parts of a step can be measured. Stock vLLM's engine and ours without drafts, with
+drafts that miss and with drafts that hit take turns on one core. Each runs a few steps per turn, so that a busy machine
+slows all of them alike. Timers around the parts measure processor time of the step's thread (step_parts.py).
 """
 
 import asyncio
@@ -33,14 +33,16 @@ from tailrace.lab.benchmarks.pool.pool_testbed import run, running_pool
 
 ROUNDS, STEPS = 8, 8
 FIRST_FAVOURED, FAVOURED = 1_000, 64
-"""Tokens that the model says."""
+"""First token id of those that the model favours, and their number; see `talkative`."""
 
 WARM_STEPS = 16
-"""Of each engine before the first round: the costs of steps are learned, and drafts that do not pay are known."""
+"""Number of steps of each engine before the first round. The engine learns the costs of steps, and which drafts do not
+pay.
+"""
 
 
 def measure(demo: Path, samples: Sequence[int], with_pool: bool, with_v2: bool, say: Callable[[str], None]) -> dict:
-    """Milliseconds of a step, by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
+    """Returns the milliseconds of a step by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
     found = run(_with_pool(demo, samples, say)) if with_pool else _measure(demo, samples, KINDS[:-1], None, say)
     result = {"rounds": ROUNDS, "steps": STEPS, "samples": found}
     result["host_ratio"] = {V1: {count: each["outside_ratio"] for count, each in found.items()}}
@@ -65,7 +67,7 @@ def _measure(
     runner: str = V1,
 ) -> dict:
     with tempfile.TemporaryDirectory(prefix="tailrace-overhead-") as folder:
-        # An interpreted kernel takes long for a large vocabulary, and the host's work does not depend on it.
+        # An interpreted kernel takes long for a large vocabulary, and the host's work does not depend on its size.
         vocabulary = {V2: VOCABULARY}.get(runner, 49_152)
         model = str(talkative(tiny_model(demo, Path(folder) / "tiny", vocabulary)))
         engines = {kind: EngineProcess(model, max(samples), kind, pool, runner) for kind in kinds}
@@ -79,10 +81,11 @@ def _measure(
 
 
 def talkative(folder: Path) -> Path:
-    """Has the model of a folder say FAVOURED tokens nearly always, each about as often as any other.
+    """Changes the model in a folder so that nearly all its tokens are one of FAVOURED, each about equally often.
 
-    Answers of a whole vocabulary's tokens would repeat nothing, so an index would find nothing to draft from. These
-    repeat single tokens and pairs all the time, and what follows them is a guess of one in FAVOURED.
+    Returns the folder. Answers from the whole vocabulary would repeat nothing, so an index would find nothing to draft
+    from. Answers from few tokens often repeat single tokens and pairs. A draft of the token after a repeated one is
+    right with a chance of one in FAVOURED.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -113,9 +116,9 @@ def _of_size(engines: dict[str, EngineProcess], samples: int, say: Callable[[str
 
 
 def figures(samples: int, runs: Sequence[TimedSteps]) -> dict:
-    """Medians over the rounds, milliseconds of a step; `drafted` and `tokens` are of a sample and step.
+    """Returns medians over the rounds, in milliseconds per step. `drafted` and `tokens` are means per sample and step.
 
-    `proposal_ms_per_step`: of the step's thread, for the proposals of all samples and for their new tokens.
+    `proposal_ms_per_step`: time of the step's thread for the proposals of all samples and for their new tokens.
     """
     parts = sorted({name for run in runs for name in run.parts_s})
     steps = sum(run.steps for run in runs)
@@ -131,19 +134,19 @@ def figures(samples: int, runs: Sequence[TimedSteps]) -> dict:
 
 
 def outside_s(run: TimedSteps) -> float:
-    """Seconds of processor time of a step outside model and sampler, other threads' included."""
+    """Returns the seconds of processor time per step outside model and sampler, other threads included."""
     return (run.process_s - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(SAMPLER, 0.0)) / run.steps
 
 
 def host_s(run: TimedSteps) -> float:
-    """Seconds of processor time of a step of V2, of its thread, outside model and kernels: what a GPU would wait for
-    between two passes, were it not for steps ahead.
+    """Returns the seconds of processor time per step of V2's thread outside model and kernels. A GPU would wait for
+    that long between two passes if no step were scheduled ahead.
     """
     return (sum(run.parts_s.values()) - run.parts_s.get(MODEL, 0.0) - run.parts_s.get(KERNELS, 0.0)) / run.steps
 
 
 def ratios(taken: dict[str, Sequence[TimedSteps]]) -> dict[str, float]:
-    """Medians over the rounds of what one engine takes over what another takes in the same round."""
+    """Returns medians over the rounds of one engine's time divided by another's in the same round."""
     found = {}
     if {STOCK, OFF} <= taken.keys():
         found["outside_ratio"] = _ratio(taken[OFF], taken[STOCK], outside_s)
@@ -165,7 +168,9 @@ def _ms(seconds) -> float:
 
 
 def tables(result: dict) -> list:
-    """Tables of rich: for each number of samples the engines, their parts in rows, and below them the ratios."""
+    """Returns a table of `rich` for each number of samples: engines as columns, figures and parts as rows, and the
+    ratios as the caption.
+    """
     from rich.table import Table
 
     found = []

@@ -1,7 +1,7 @@
-"""The engines of `bench overhead`, each in a process of its own on the same core: stock vLLM's, and ours by its drafts.
+"""The engines of `bench overhead`, each in a separate process on the same core: stock vLLM's, and ours by its drafts.
 
-Invariant: one works at a time, and the others wait. All have one model, one scheduler's limits and no logprobs of
-vLLM's. Called by overhead.py.
+Invariant: only one engine works at a time. All have the same model, the same limits of the scheduler, and no logprobs
+of vLLM's. Called by overhead.py.
 """
 
 import os
@@ -27,24 +27,26 @@ from tailrace.policies.families.goodput import Goodput
 
 STOCK, OFF, MISS, HIT, POOL = "stock", "off", "miss", "hit", "pool"
 KINDS = (STOCK, OFF, MISS, HIT, POOL)
-"""Of engines; the last one is ours without drafts and with a KV pool."""
+"""Kinds of engines; the last one is ours without drafts and with a KV pool."""
 
 RUNNERS = V1, V2 = "v1", "v2"
-"""vLLM's model runners. Engines of v2 schedule asynchronously, stock vLLM's as ours; vLLM's v1 does not on a CPU."""
+"""Names of vLLM's model runners. With v2 stock vLLM's engine and ours schedule asynchronously; vLLM's v1 does not do so
+on a CPU.
+"""
 
 CONTEXT_TOKENS, ANSWER_TOKENS = 32, 1_600
 GROUP = 16
-"""Samples of a prompt."""
+"""Number of samples per prompt."""
 
 HIT_TOKENS = 4
-"""Of each draft of HIT; MISS drafts as its policy decides."""
+"""Number of tokens of each draft of HIT; for MISS the policy decides."""
 
 VOCABULARY = 2_048
-"""Tokens that prompts and given answers are of."""
+"""Size of the vocabulary from which prompts and given answers are drawn."""
 
 
 class TimedSteps(NamedTuple):
-    """Some steps of one engine, together. Seconds; `process_s` is processor time of all its threads."""
+    """Sums over some steps of one engine. `process_s`: processor seconds of all threads of its process."""
 
     steps: int
     tokens: int
@@ -55,14 +57,17 @@ class TimedSteps(NamedTuple):
 
 
 def config_of(model: str, samples: int, kind: str, runner: str) -> EngineConfig:
-    """Settings of an engine for at most `samples` at once, on one core. `runner`: vLLM's; files refuse v2 on a CPU."""
+    """Returns the settings of an engine for at most `samples` at once, on one core.
+
+    `runner`: vLLM's model runner. It is set without validation, which refuses v2 on a CPU.
+    """
     drafts = DraftConfig(method="group" if kind in (MISS, HIT) else "off")
     settings = {"max_running": samples, "max_model_len": 2_048, "kv_cache_gib": 1.0, "cores": 1}
     return EngineConfig(model=model, draft=drafts, **settings).model_copy(update={"model_runner": runner})
 
 
 class EngineProcess:
-    """One engine in a process of its own; its methods are its only calls."""
+    """One engine in a separate process, called only by these methods."""
 
     def __init__(self, model: str, samples: int, kind: str, pool: PoolEndpoint | None = None, runner: str = V1):
         arguments = (config_of(model, samples, kind, runner), kind, pool if kind == POOL else None)
@@ -86,10 +91,10 @@ class EngineProcess:
 # ---- in the engine's process -----------------------------------------------------------------------------
 
 _engine = None
-"""The engine that the calls of this process share."""
+"""Engine of this process, shared by all calls."""
 
 _kept = ExitStack()
-"""What lasts as long as this process."""
+"""Contexts that stay open as long as this process."""
 
 
 def _start(config: EngineConfig, kind: str, pool: PoolEndpoint | None) -> None:
@@ -108,12 +113,12 @@ def _call(name: str, *args):
 
 
 def prompt(number: int) -> np.ndarray:
-    """Token ids of a group's prompt, int32."""
+    """Returns the token ids of a group's prompt, int32."""
     return np.random.default_rng(number).integers(3, VOCABULARY, CONTEXT_TOKENS, np.int32)
 
 
 class TimedEngine:
-    """What both engines share: a number for each begin, and timed steps. `kernels`: those of vLLM's second runner."""
+    """Base of both engines: counts calls of `begin`, and times steps. `kernels`: those of vLLM's second runner."""
 
     kernels = None
 
@@ -123,7 +128,10 @@ class TimedEngine:
         self.parts, self.begun, self.names = StepParts(), 0, []
 
     def take_kernels(self, engine) -> None:
-        """Takes the kernels of an engine of vLLM's second runner. Before the timers: what they time is a replay."""
+        """Wraps the kernels of an engine of vLLM's second runner, to record and replay them.
+
+        Must be called before the timers are set, so that they time the replay.
+        """
         from triton.runtime.interpreter import GridExecutor
 
         from tailrace.lab.benchmarks.engine.recorded_kernels import RecordedKernels
@@ -132,14 +140,14 @@ class TimedEngine:
         self.kernels = RecordedKernels(GridExecutor, core.model_executor.driver_worker.worker.model_runner)
 
     def settle(self) -> None:
-        """Records the kernels of a step, all samples decoding, and has them replayed from then on."""
+        """Records the kernels of a step in which all samples decode, and replays them in later steps."""
         if self.kernels is not None:
             self.turn()
             with self.kernels.record():
                 self.turn()
 
     def forget(self) -> None:
-        """Has kernels interpreted again: another batch comes."""
+        """Ends the replay of kernels, because another batch follows."""
         if self.kernels is not None:
             self.kernels.stop()
 
@@ -212,14 +220,16 @@ class StockEngine(TimedEngine):
 
 
 class Answers(EarlierDrafts):
-    """The feed of an engine whose groups have answers of an epoch before."""
+    """The feed of an engine whose groups have answers of an earlier epoch."""
 
     def release(self, _group) -> None:
-        """It keeps nothing."""
+        """Does nothing: this feed keeps nothing for a group."""
 
 
 class OurEngine(TimedEngine):
-    """Our engine, as its replica's thread runs it: each turn obeys, steps and takes a snapshot of the figures."""
+    """Our engine, as its replica's thread runs it: each turn runs commands, makes a step and takes a snapshot of the
+    figures.
+    """
 
     def __init__(self, config: EngineConfig, kind: str, pool: PoolEndpoint | None):
         super().__init__()
@@ -274,8 +284,10 @@ class OurEngine(TimedEngine):
         )
 
     def _take(self, result) -> None:
-        """Takes a chunk's result. A chunk that fails ends the benchmark: its engine has no work left. After replayed
-        kernels each one has failed, because its records are all of one position.
+        """Raises the error of a failed chunk, which ends the benchmark: its engine has no work left.
+
+        With recorded kernels errors are ignored. After a replay each chunk fails, because its records are all of one
+        position.
         """
         if isinstance(result, Exception) and self.kernels is None:
             raise result
@@ -290,7 +302,7 @@ class OurEngine(TimedEngine):
         return self._stepper._pace.counts["tokens"]
 
     def drafted(self) -> int:
-        """Draft tokens of the next step."""
+        """Returns the number of draft tokens of the next step."""
         return sum(len(one.request.spec_token_ids) for one in self._running())
 
     def end(self) -> None:

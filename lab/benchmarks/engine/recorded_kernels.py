@@ -1,9 +1,9 @@
-"""Triton's kernels of one engine step, interpreted once and then replayed: what they wrote is written again.
+"""Triton's kernels of one engine step, interpreted once and then replayed: a replay writes the recorded values again.
 
 An interpreted kernel takes hundreds of times as long as the host's part of a step, and leaves the processor's caches
-cold. In steps of one batch that only decodes the launches are the same, and the host does not look at their results but
-for tokens, whichever they are. Invariant: a launch that does not come next in the record is interpreted, such as that
-for a request's next block. Called by overhead_engines.py.
+cold. All steps of a batch that only decodes have the same launches. The host reads only tokens from their results, and
+its work does not depend on which tokens. Invariant: a launch that is not the next one of the record is interpreted,
+such as the launch for a request's next block. Called by overhead_engines.py.
 """
 
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 MOST_VALUES = 1 << 16
-"""Maximum size of a recorded tensor. Larger ones, such as logits and contexts, stay as they are."""
+"""Maximum number of values of a recorded tensor. A replay leaves larger ones, such as logits, unchanged."""
 
 
 class Launch(NamedTuple):
-    """A recorded launch: its kernel, and its tensors after it, by place or name of the argument."""
+    """A recorded launch: its kernel, and the tensors after the launch, by place or name of the argument."""
 
     kernel: object
     tensors: dict[int | str, torch.Tensor]
@@ -49,7 +49,7 @@ class RecordedKernels:
         self._records, self._replays = False, True
 
     def stop(self) -> None:
-        """Has all launches interpreted again."""
+        """Ends the replay: all launches are interpreted again."""
         self._replays = False
 
     def _launch(self, inner, executor, args: tuple, kwargs: dict) -> None:

@@ -1,6 +1,6 @@
-"""`tailrace.bench.sampler`: milliseconds per row of logits to draw a token, exactly and the plain way.
+"""`tailrace bench sampler`: milliseconds per row of logits to draw a token, by the exact kernel and by plain torch.
 
-One run measures all, interleaved, so that a busy machine slows them alike; each figure is the best of the rounds.
+One run measures all kinds in turn, so that a busy machine slows them alike. Each figure is the best of the rounds.
 """
 
 import json
@@ -10,9 +10,9 @@ ROUNDS = 7
 
 
 def measure(rows: int = 16, vocab: int = 49152, threads: tuple[int, ...] = (1, 2)) -> dict:
-    """ms per row of `rows` rows of `vocab` normal logits (spread 3), per kind; torch's per number of threads.
+    """Returns ms per row by kind, for `rows` rows of `vocab` normal logits (spread 3); torch's by number of threads.
 
-    race: softmax and q.exponential_().argmax, what samplers without replayable noise do.
+    `race`: the argmax of softmax probabilities over exponential noise, as samplers without replayable noise draw.
     """
     import numpy as np
     import torch

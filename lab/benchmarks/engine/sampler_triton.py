@@ -1,20 +1,20 @@
 """`tailrace bench sampler --triton`: the fused kernel of GPUs, interpreted, against the kernel of CPUs.
 
-Rows of every kind are drawn by both; then the bytes that one row of a real vocabulary moves are counted, as the
-interpreter loads and stores them, and compared with the physical minimum: each logit once, and the 16 bytes of results.
+Both kernels draw rows of every kind. Then the benchmark counts the bytes that one row of a real vocabulary moves, as
+the interpreter loads and stores them. The physical minimum is each logit once, and the 16 bytes of results.
 """
 
 import numpy as np
 
 ROWS_AT_ONCE = 40
 VOCABULARIES = 1, 2, 5, 63, 64, 65, 200, 513, 1000, 1025, 1500, 2500
-LARGE, SELDOM = 20_000, 50  # two programs a row in the first launch; every so many turns, and fewer rows
+LARGE, SELDOM = 20_000, 50  # two programs per row in the first launch; once in SELDOM turns, with fewer rows
 COUNTED = {"SmolLM2": 49_152, "Qwen2.5": 151_936}
 TOLERANCES = 0.0, 2e-4, 0.02
 
 
 def some_columns(rng, vocab: int, count: int) -> dict:
-    """Returns columns as `kernel_cpu.sample_rows` takes them: every filter alone and together, replays, tolerances."""
+    """Returns columns for `kernel_cpu.sample_rows`: filters alone and together, forced tokens, tolerances."""
     filters = {
         "top_p": (np.float32, [1.0] * 3 + [1e-6, 0.05, 0.5, 0.9, 0.95, 0.999, 0.99995]),
         "top_k": (np.int32, [0] * 4 + [1, 2, 10, 50, 300, vocab - 1, vocab, 2 * vocab]),
@@ -48,7 +48,9 @@ def some_logits(rng, vocab: int, count: int, dtype):
 
 
 def differences(kernel, logits, columns: dict) -> dict:
-    """Returns what differs between the fused kernel and kernel_cpu.py: tokens, close calls; the largest distances."""
+    """Returns the differences between the fused kernel and kernel_cpu.py: numbers of different tokens, NaN or inf, and
+    close calls; the largest differences of logprobs and margins.
+    """
     from tailrace.deployments.vllm_exact import kernel_cpu
 
     with np.errstate(all="ignore"):  # numpy warns of infinities and NaN, which are meant here
@@ -72,7 +74,9 @@ def _differences(cpu, fused, columns: dict, vocab: int) -> dict:
 
 
 def _open(columns: dict, vocab: int):
-    """Rows without filters: their margins are measured in the whole window, not only below the tolerance."""
+    """Returns bool[n]: whether a row has no filters. The margin of such a row is measured in the whole window, not only
+    below the tolerance.
+    """
     limited = (columns["top_k"] > 0) & (columns["top_k"] < vocab)
     return ~((columns["top_p"] < 1) | (columns["min_p"] > 0) | limited)
 
@@ -82,7 +86,7 @@ def _most(distances, where) -> float:
 
 
 def measure(rows: int = 20_000, seed: int = 0, say=lambda text: None) -> dict:
-    """Returns differences over at least `rows` rows, and bytes per row beside the minimum, by kind of row."""
+    """Returns the differences over at least `rows` rows, and the result of `traffic`."""
     import torch
 
     from tailrace.lab.benchmarks.engine.interpreted import interpreted
@@ -108,7 +112,9 @@ def measure(rows: int = 20_000, seed: int = 0, say=lambda text: None) -> dict:
 
 
 def traffic(kernel) -> dict:
-    """Returns bytes per row, and over the minimum, of rows of float32 logits of two vocabularies."""
+    """Returns, by vocabulary and filters, the bytes that a row of float32 logits moves, these as a multiple of the
+    minimum, and the bytes of the candidates' buffer that are loaded again.
+    """
     kinds = {
         "open": {},
         "top_p_0.95": {"top_p": 0.95},
@@ -127,7 +133,7 @@ def traffic(kernel) -> dict:
 
 
 def like_a_model(vocab: int):
-    """Returns f32[1, vocab]: logits that fall by 1.5 for each e-fold of rank, as those of language models about do."""
+    """Returns f32[1, vocab]: logits that fall by 1.5 for each e-fold of rank, roughly as those of language models."""
     import torch
 
     rng = np.random.default_rng(1)
@@ -136,7 +142,9 @@ def like_a_model(vocab: int):
 
 
 def moved_bytes(kernel, logits, **filters) -> tuple[int, int]:
-    """Returns (bytes that the draw of one row moves, bytes of the candidates' buffer that it loads again)."""
+    """Returns two numbers of bytes: those that the draw of one row moves, and those of the candidates' buffer that the
+    draw loads again.
+    """
     from tailrace.lab.benchmarks.engine.interpreted import counted
 
     usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "forced": -1, "tolerance": 2e-4} | filters

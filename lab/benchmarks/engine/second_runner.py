@@ -1,7 +1,7 @@
-"""vLLM's second model runner on a CPU: its own code, its Triton kernels interpreted, as no GPU is there.
+"""vLLM's second model runner (V2) on a CPU: its own code, with its Triton kernels interpreted.
 
-vLLM has V2 for CPUs, but refuses it without a Triton that compiles for them. Here V2's files are loaded again, with the
-interpreter's Triton, and engines of ours draw with the samplers of GPUs. Called by overhead_engines.py and by tests.
+vLLM has V2 for CPUs, but refuses it without a Triton that compiles for CPUs. Here V2's files are loaded again with the
+interpreter's Triton, and our engines draw with the samplers of GPUs. Called by overhead_engines.py and by tests.
 """
 
 import os
@@ -23,14 +23,14 @@ def _loaded() -> dict:
 
 @contextmanager
 def second_runner() -> Iterator:
-    """Yields vLLM's module `v1/worker/gpu/model_runner.py`; meanwhile engines of this process may take V2."""
+    """Yields vLLM's module `v1/worker/gpu/model_runner.py`. In this block, engines of this process may use V2."""
     interpreted.interpreted()
     import triton
     import vllm.config.vllm
     import vllm.envs
     import vllm.platforms
     import vllm.triton_utils
-    import vllm.v1.worker.cpu_worker  # it has the parts of torch that are of GPUs do nothing
+    import vllm.v1.worker.cpu_worker  # its import replaces parts of torch.cuda by ones that do nothing
 
     from tailrace.deployments.vllm_exact import worker
 
@@ -54,12 +54,13 @@ def second_runner() -> Iterator:
             sys.modules.update(before)
             interpreted.forget()
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-    vllm.envs.disable_envs_cache()  # an engine that has not ended keeps vLLM's settings as they were
+    vllm.envs.disable_envs_cache()  # an engine that has not ended keeps vLLM's settings cached
 
 
 def _checked(platform: type) -> classmethod:
-    """Returns the replacement of `Platform.check_and_update_config`: as on a GPU, asynchronous scheduling stays on. A
-    draft model's configuration goes through it too, and shares the scheduler's with the model.
+    """Returns the replacement of `Platform.check_and_update_config`: as on a GPU, asynchronous scheduling stays on.
+
+    vLLM also calls the replacement with a draft model's configuration, which shares the scheduler's with the model.
     """
     inner = platform.check_and_update_config
 

@@ -1,6 +1,6 @@
-"""Where the processor time of an engine's steps goes: timers around the parts of one engine, without a profiler.
+"""Processor time of an engine's steps by part: timers around the parts of one engine, without a profiler.
 
-Invariant: a part has its own time alone: time inside another part that it calls is the other's. Called by
+Invariant: a part has only its own time. If it calls another part, the time inside counts for the other part. Called by
 overhead_engines.py, in an engine's process.
 """
 
@@ -9,32 +9,34 @@ from collections.abc import Callable
 from time import thread_time
 
 OUTSIDE = "engine"
-"""The part of all that no timer is around."""
+"""Name of the part for all time outside the timers."""
 
 MODEL, SAMPLER = "model", "sampler"
-"""The parts that are the engine's purpose: forward pass and products with the vocabulary; drawing of tokens."""
+"""Names of two parts: the forward pass with the products with the vocabulary, and the drawing of tokens."""
 
 KERNELS = "kernels"
-"""Of vLLM's second runner: its Triton kernels, and ours, which a GPU runs while the host goes on."""
+"""Name of the part for Triton kernels, vLLM's and ours, with vLLM's second runner. A GPU runs them while the host
+continues.
+"""
 
 DRAFTING = PROPOSALS, FEED = "proposals", "feed"
-"""The parts that drafts from the index take of the step's thread."""
+"""Names of the parts for drafts from the index, on the step's thread."""
 
 
 class StepParts:
-    """Processor seconds of one thread by part. A call costs a microsecond. `clock`: seconds."""
+    """Processor seconds of one thread by part. A timed call costs a microsecond. `clock`: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = thread_time):
         self.spent_s: Counter[str] = Counter()
         self._clock, self._open, self._since_s = clock, [OUTSIDE], clock()
 
     def wrap(self, owner: object, part: str, *names: str) -> None:
-        """Times these methods of an object from now on."""
+        """Puts timers around these methods of an object."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name), part))
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds since the last call."""
+        """Returns the seconds by part since the last call of `take`."""
         self._turn()
         spent_s, self.spent_s = self.spent_s, Counter()
         return dict(spent_s)
@@ -58,7 +60,7 @@ class StepParts:
 
 
 def around_vllm(parts: StepParts, engine) -> None:
-    """Timers for vLLM's own parts. `engine`: an LLMEngine that steps in this process."""
+    """Puts timers around vLLM's own parts. `engine`: an LLMEngine that steps in this process."""
     core = engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     parts.wrap(runner.model, MODEL, "compute_logits")
@@ -77,7 +79,7 @@ def around_vllm(parts: StepParts, engine) -> None:
 
 
 def around_ours(parts: StepParts, stepper) -> None:
-    """Timers for the parts that Tailrace adds. `stepper`: a Stepper."""
+    """Puts timers around vLLM's parts and those that Tailrace adds. `stepper`: a Stepper."""
     around_vllm(parts, stepper._engine)
     runner = stepper._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     parts.wrap(runner.sampler.records, "records", "slots", "write", "write_more")

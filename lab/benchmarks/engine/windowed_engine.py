@@ -1,6 +1,6 @@
-"""The engines of `bench windows`: bfloat16 with vLLM's own passes, or in windows of some rows, each in a process.
+"""The engines of `bench windows`, each in a process: bfloat16, with vLLM's own passes or in windows of rows.
 
-Invariant: one works at a time, on the same core. Called by canonical_windows.py.
+Invariant: only one engine works at a time; all are on the same core. Called by canonical_windows.py.
 """
 
 import os
@@ -18,17 +18,18 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineCon
 
 CONTEXT_TOKENS, TIMED_TOKENS = 8, 900
 LONG_CONTEXT = 256
-"""Tokens of a prompt whose step is timed."""
+"""Number of tokens of a prompt whose step is timed."""
 
 VOCABULARY = 49_152
 
 Answer = tuple[np.ndarray, np.ndarray]
-"""Tokens, int32, and their raw logprobs, float32."""
+"""Tokens of an answer, int32, and their raw logprobs, float32."""
 
 
 def config_of(model: str, samples: int, window: int | None) -> EngineConfig:
-    """Returns the settings of an engine for at most `samples` at once, on one core. `window`: rows of its windows, 0
-    for the engine's own windows of all sizes, or None for law.
+    """Returns the settings of an engine for at most `samples` at once, on one core.
+
+    `window`: rows of its windows; 0 for the engine's own windows of all sizes; None for no windows, at level `law`.
     """
     settings = {"max_running": samples, "max_model_len": 1_024, "kv_cache_gib": 1.0, "cores": 1, "dtype": "bfloat16"}
     level = "law" if window is None else "bits"
@@ -36,7 +37,7 @@ def config_of(model: str, samples: int, window: int | None) -> EngineConfig:
 
 
 class WindowedEngine:
-    """One engine in a process of its own; its methods are its only calls. `window`: see `config_of`."""
+    """One engine in a separate process, called only by these methods. `window`: see `config_of`."""
 
     def __init__(self, model: str, samples: int, window: int | None):
         arguments = (config_of(model, samples, window), window)
@@ -59,7 +60,10 @@ class WindowedEngine:
         return self._process.submit(_call, "prompt_seconds").result()
 
     def answers(self, samples: int, tokens: int, at_once: int) -> list[Answer]:
-        """Returns the answers of samples that run so many at once, the same ones in each engine and batch."""
+        """Returns the answers of `samples` samples, of which `at_once` run together.
+
+        The samples are the same in each engine and for each value of `at_once`.
+        """
         return self._process.submit(_call, "answers", samples, tokens, at_once).result()
 
     def stop(self) -> None:
@@ -69,7 +73,7 @@ class WindowedEngine:
 # ---- in the engine's process -----------------------------------------------------------------------------
 
 _engine = None
-"""The engine that the calls of this process share."""
+"""Engine of this process, shared by all calls."""
 
 
 def _start(config: EngineConfig, window: int | None) -> None:
@@ -88,7 +92,7 @@ def _prompt(number: int, tokens: int) -> np.ndarray:
 
 
 class _Steps:
-    """A stepper and the chunks given to it."""
+    """A stepper and the ids of its chunks."""
 
     def __init__(self, config: EngineConfig, window: int | None):
         from tailrace.deployments.engine.stepper import Stepper
@@ -136,7 +140,7 @@ class _Steps:
         return found
 
     def _add(self, prompt: np.ndarray, tokens: int, number: int = 0) -> None:
-        """Begins a chunk. `number`: of its sample, whose key follows from it."""
+        """Adds a chunk to the stepper. `number`: the sample's number, from which its key follows."""
         self._begun += 1
         self._names.append(f"{self._begun}")
         chunk = ChunkRequest(
