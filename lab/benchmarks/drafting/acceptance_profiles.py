@@ -1,8 +1,8 @@
-"""How often the drafts of each method are right, sample by sample: a replay of recorded rollouts, without any engine.
+"""How often the drafts of each method are right, sample by sample: a replay of recorded rollouts, without an engine.
 
-The profile that a ladder's rung holds. A sample's rate is the chance per draft token that would give the tokens per
-verification which it had at 8 drafts; steps in which the method proposed less count, so rates of different methods
-compare. Called by `tailrace bench ladder --trace`.
+The rates are the profile in a ladder's rung. A sample's rate is the chance per draft token that would give the sample's
+tokens per verification with 8 draft tokens. Steps in which the method proposed fewer tokens count too, so that rates of
+different methods can be compared. Called by `tailrace bench ladder --trace`.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ SETTINGS = {"group": Setting(mates=7), "history": Setting(history=16)}
 def profiles(
     rollouts: list[RecordedRollouts], look_up: Callable[[np.ndarray, int], np.ndarray], say: Callable[[str], None]
 ) -> dict[str, tuple[float, ...]]:
-    """Rates of every target, by method; without `history` where a trace has one checkpoint.
+    """Returns the rates of all targets, by method; without `history` if the trace has one checkpoint.
 
-    `look_up`: n-gram drafts after these tokens, at most so many.
+    `look_up`: takes tokens and a maximum number, returns the n-gram drafts after the tokens.
     """
     settings = {name: setting for name, setting in SETTINGS.items() if not setting.history or rollouts[0].history}
     found = {name: _of_index(rollouts, setting) for name, setting in settings.items()}
@@ -32,7 +32,7 @@ def profiles(
 
 
 def rate(tokens: int, verifications: int) -> float:
-    """0 where no draft was right, 1 where all were."""
+    """Returns the chance per draft token by these counts: 0 if no draft was right, 1 if all were."""
     mean = tokens / max(1, verifications)
     if mean <= 1:
         return 0.0

@@ -1,8 +1,8 @@
 """Draft budgets on a modelled clock: one replica's own drafting code over recorded rollouts, without an engine.
 
-`EngineDrafts` is the engine's; index, policies and counts are what they are in a replica. Only the step is modelled: it
-takes what `tailrace profile` measured for as many tokens. So ratios of budgets repeat to the digit, where a live run
-shares its cores. Called by `bench budgets`.
+`EngineDrafts` is the engine's own class, so index, policies and counts are those of a replica. Only the seconds of a
+step are modelled: they are what `tailrace profile` measured for as many tokens. Ratios of budgets are therefore exactly
+repeatable, unlike those of a live run, which shares its cores. Called by `bench budgets`.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from tailrace.policies.models.step_cost_estimator import rising
 from tailrace.policies.protocol.step_cost import StepCost
 
 CPU = StepCost((4, 8, 16, 32, 64, 128), (0.041, 0.050, 0.072, 0.112, 0.203, 0.395))
-"""`tailrace profile` of the demo model in float32 on one core with AVX-512; give --profile for another's."""
+"""Step costs by `tailrace profile` of the demo model in float32 on one core with AVX-512; --profile replaces them."""
 
 REHEARSED = (1, 4, 8, 16, 32, 64, 128, 512)
 TAIL_RUNNING = 2
@@ -43,7 +43,7 @@ BUDGETS: dict[str, object] = {
     "unlimited": {"type": "fixed", "tokens": 16},
     **{name: name for name in ("aimd", "closed_form", "concurrency", "goodput")},
 }
-"""Without `length_class`: its classes are the core's, which does not run here."""
+"""Drafting policies by the name of the run. `length_class` is left out: it needs the core, which does not run here."""
 VARIANTS = {
     "goodput_without_group": IndexSettings(group_context=False),
     "goodput_without_history": IndexSettings(history=False),
@@ -52,26 +52,29 @@ VARIANTS = {
 
 
 class BudgetOutcome(NamedTuple):
-    """Modelled seconds, and what was done in them."""
+    """Figures of one run; its seconds are modelled, except for `draft_us`."""
 
     makespan_s: float
     tail_tokens_per_s: float | None
     acceptance_length: float
     drafted: int
     accepted: int
-    draft_us: float  # really taken for each sample: the median of the steps in which as many run as may
+    draft_us: float  # measured, per sample: median over the steps in which `most_running` samples run
 
 
 @dataclass
 class _Request:
-    """What `EngineDrafts` reads and writes of vLLM's request."""
+    """The fields of vLLM's request that `EngineDrafts` reads and writes."""
 
     num_tokens: int
     spec_token_ids: list[int] = field(default_factory=list)
 
 
 def cost_of(path: Path) -> StepCost:
-    """The cost of steps that a profile holds, without context. Raises BadInput, in one line."""
+    """Returns the cost of steps by their tokens, from a profile's points with the shortest context.
+
+    Raises BadInput, with a message of one line, if the file is not a profile.
+    """
     try:
         steps = [step for step in parse_object(path.read_bytes())["steps"] if step["context_tokens"] == CONTEXTS[0]]
         by_tokens: dict[int, list[float]] = {}
@@ -85,7 +88,7 @@ def cost_of(path: Path) -> StepCost:
 
 
 class EarlierDrafts:
-    """Stands where an engine's feed stands, and brings each group its history."""
+    """A replacement for an engine's feed, which supplies each group's history."""
 
     def __init__(self, answers: dict[GroupRef, list[PastAnswer]]):
         self._answers, self._ready = answers, []
@@ -99,20 +102,20 @@ class EarlierDrafts:
         return ready
 
     def append(self, *_piece) -> None:
-        """There is nobody else to tell."""
+        """Does nothing: no other replica needs the tokens."""
 
     def rest(self, _group: GroupRef) -> None:
-        """It keeps nothing that could rest."""
+        """Does nothing: this feed keeps nothing for a group."""
 
     def counts(self) -> dict[str, int]:
         return {}
 
     def close(self) -> None:
-        """It holds nothing open."""
+        """Does nothing: this feed holds nothing open."""
 
 
 class Replica:
-    """One replica that runs at most `most_running` samples, whole, in the order in which they were handed in."""
+    """One replica that runs whole samples in the given order, at most `most_running` at once."""
 
     def __init__(
         self, settings: IndexSettings, policy: Drafting, cost: StepCost, most_running: int, history: EarlierDrafts
@@ -124,7 +127,7 @@ class Replica:
             self._drafts.performance.steps.record(tokens, float(cost.at(tokens)))
 
     def run(self, chunks: list[ChunkRequest]) -> BudgetOutcome:
-        """All of them to their end."""
+        """Runs all chunks to their end."""
         waiting, clock_s, steps, tail_s = chunks[::-1], 0.0, 0, 0.0
         made = tail_made = drafted = accepted = 0
         full_us = []
@@ -162,7 +165,7 @@ class Replica:
         self._drafts.settle()
 
     def _step(self) -> tuple[int, int]:
-        """Tokens made, and those of them that had been drafted."""
+        """Runs a step. Returns the number of new tokens, and how many of them had been drafted."""
         new = right = 0
         for chunk_id, (request, chunk) in list(self._running.items()):
             rest = chunk.forced[request.num_tokens - chunk.prompt_tokens :]
@@ -179,7 +182,10 @@ class Replica:
 
 
 def measure(rollouts: list[RecordedRollouts], cost: StepCost, most_running: int, say: Callable[[str], None]) -> dict:
-    """Each budget over the same samples; `ratio` of makespans, off over it: above 1 it is faster than no drafts."""
+    """Returns the outcome of each budget over the same samples.
+
+    `ratio`: the makespan without drafts divided by the budget's. Above 1 the budget is faster than no drafts.
+    """
     runs: dict[str, BudgetOutcome] = {}
     wanted = [(name, spec, IndexSettings()) for name, spec in BUDGETS.items()]
     wanted += [(name, "goodput", settings) for name, settings in VARIANTS.items()]
@@ -204,7 +210,7 @@ def measure(rollouts: list[RecordedRollouts], cost: StepCost, most_running: int,
 def workload(
     rollouts: list[RecordedRollouts], policy: Drafting
 ) -> tuple[list[ChunkRequest], dict[GroupRef, list[PastAnswer]]]:
-    """Every mate of every prompt as one chunk, group by group, and each group's history."""
+    """Returns every mate of every prompt as one chunk, group by group, and each group's history."""
     chunks, history = [], {}
     longest = max(len(answer) for prompt in rollouts for answer in prompt.mates)
     for number, prompt in enumerate(rollouts):

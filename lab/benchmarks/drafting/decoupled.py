@@ -1,7 +1,7 @@
-"""A draft model beside the engine that verifies: coupled and decoupled, with the samples' own noise and with other.
+"""A draft model beside the engine that verifies: coupled and decoupled, with the samples' own noise and other noise.
 
-Two engines, each in a process of its own on cores of its own, joined by their own line; no service. What the planner
-predicts, from step times measured in the same run and the acceptance that was seen, stands beside what was measured.
+The two engines run in separate processes on separate cores and connect directly, without a service. Each run is
+reported with the planner's prediction, which uses step times and acceptance measured in the same benchmark.
 Called by `tailrace bench decoupled`.
 """
 
@@ -26,15 +26,16 @@ from tailrace.policies.models.specactor_planner import Decoupled
 from tailrace.policies.protocol.actions import DraftMode
 
 SETTLED_S = 0.5
-"""What a drafter has counted is known by then: it hears of the end within its idle wait."""
+"""Seconds after which a drafter's counts include the end of a run: the drafter reads it within its idle wait."""
 
 
 def measure(
     engine: EngineConfig, drafter: DrafterConfig, prompts: list[np.ndarray], tokens: int, say: Callable[[str], None]
 ) -> dict:
-    """`runs` by mode and noise, plain decoding first; `fits`: seconds of both engines' steps; `plan`: by Algorithm 1.
+    """Runs one sample of each prompt (int32), all at once, at temperature 1.
 
-    One sample of each prompt (int32), all at once, at temperature 1. Raises Failed where an engine does not start.
+    Returns `runs` by mode and noise, plain decoding first; `fits`: seconds of both engines' steps; `plan`: the
+    planner's choice by Algorithm 1. Raises Failed if an engine's process does not start, or dies.
     """
     try:
         with drafter_pair.process(drafter_pair.draft, drafter.engine(engine)) as drafting:
@@ -68,7 +69,7 @@ def _plain(verifying: ProcessPoolExecutor, prompts: list[np.ndarray], tokens: in
 
 
 def _run(name: str, verifying, drafting, prompts: list[np.ndarray], tokens: int, way: DraftMode) -> dict:
-    """What the drafter counted for it beside what the engine made of it."""
+    """Runs the prompts in this mode. Returns the engine's figures, and those that the drafter counted meanwhile."""
     before = Counter(drafting.submit(drafter_pair.counts).result())
     rolled = verifying.submit(drafter_pair.roll, chunks(name, prompts, tokens, way)).result()
     seen = Counter(drafting.submit(drafter_pair.counts, SETTLED_S).result())
@@ -86,7 +87,10 @@ def _run(name: str, verifying, drafting, prompts: list[np.ndarray], tokens: int,
 
 
 def _beside(runs: dict[str, dict], costs: tuple, window: int, samples: int) -> dict:
-    """The planner's figures for each run, by the fits of both engines and the run's own acceptance."""
+    """Adds the planner's prediction to each run, by the fits of both engines and the run's own acceptance.
+
+    Returns the runs, the fits and the plan.
+    """
     (base_d, sample_d), (base_v, token_v) = (affine(*cost) for cost in costs)
     drafter, verifier = DrafterCost(1, sample_d, base_d), VerifierCost(1, 0.0, token_v, base_v)
     for name, run in runs.items():
@@ -110,14 +114,14 @@ def _beside(runs: dict[str, dict], costs: tuple, window: int, samples: int) -> d
 
 
 def affine(sizes: tuple[float, ...], seconds: tuple[float, ...]) -> tuple[float, float]:
-    """(base, each): least squares of relative errors, neither below 0."""
+    """Returns (base, each) of the fit seconds = base + each * size: least squares of relative errors, neither below 0."""
     x, y = np.array(sizes), np.array(seconds)
     each, base = np.polyfit(x, y, 1, w=1 / y)
     return (max(0.0, float(base)), max(0.0, float(each)))
 
 
 def chunks(name: str, prompts: list[np.ndarray], tokens: int, way: DraftMode | None) -> list[ChunkRequest]:
-    """One sample of each prompt; the same samples, whatever the name. `way` None: plain decoding."""
+    """Returns one sample of each prompt, the same samples for every name. `way` None: plain decoding."""
     made = []
     for index, prompt in enumerate(prompts):
         policy = way and FixedBudget(tokens=way.window)

@@ -1,6 +1,7 @@
-"""A drafter and an engine that verifies, each in a process of its own; what `bench decoupled` runs on.
+"""A drafter and an engine that verifies, each in a separate process, for `bench decoupled`.
 
-The functions below the line are called in those processes, by `submit`. Invariant: nothing outlives this process.
+The functions below the dividing comment are called in those processes, by `submit`. Invariant: both processes end with
+this one.
 """
 
 import os
@@ -35,7 +36,7 @@ def process(start: Callable, *arguments) -> Iterator[ProcessPoolExecutor]:
 # ---- in the process of an engine -----------------------------------------------------------------------
 
 _here: Any = None
-"""This process's DrafterServer or EngineRunner."""
+"""DrafterServer or EngineRunner of this process."""
 
 
 def _set_up() -> None:
@@ -81,7 +82,7 @@ def verifier_cost():
 
 
 def roll(wanted: list[ChunkRequest]) -> dict:
-    """All at once, nothing cached from before."""
+    """Runs all chunks at once, from an empty cache. Returns figures of the results. Raises the error of a failed chunk."""
     _here.ask(ResetCache()).result()
     answers: list[Future] = [Future() for _ in wanted]
     for chunk, answer in zip(wanted, answers, strict=True):
@@ -94,7 +95,7 @@ def roll(wanted: list[ChunkRequest]) -> dict:
     steps = sum(result.verifications for result in results)
     return {
         "tokens": tokens,
-        "tokens_s": round(tokens / sum(result.decode_s for result in results), 2),  # of each sample
+        "tokens_s": round(tokens / sum(result.decode_s for result in results), 2),  # per sample
         "tokens_per_verification": round(tokens / steps, 3),
         "drafted": sum(result.drafted_tokens for result in results),
         "accepted": sum(result.accepted_tokens for result in results),

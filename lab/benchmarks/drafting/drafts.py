@@ -1,11 +1,12 @@
-"""Tokens per verification that the draft index brings: a replay of recorded rollouts, without any engine.
+"""Tokens per verification that the draft index brings: a replay of recorded rollouts, without an engine.
 
-Targets are the last two samples of each prompt's last checkpoint; mates are its first samples, history the first
-samples of the checkpoint before. Both are known whole, a target up to the present token. Every step drafts at most
-DRAFT_TOKENS; what is right of them and one token more are the step's. Arctic's rule (arctic_inference) stands beside
-it over the same steps. The evidence learns on through a setting's targets, as in an engine, and begins again for each.
-Prompts come one after the other, so each is also drafted from phrases of those before it, mates and targets; before the
-second targets all is forgotten, since the first ones are mates of theirs. `kept` lets Arctic's tree keep as much.
+Targets are the last two samples of each prompt's last checkpoint. Mates are its first samples, and history is the first
+samples of the checkpoint before. Mates and history are known whole, a target up to the present token. A step drafts at
+most DRAFT_TOKENS tokens, and makes the right ones and one more. Arctic's rule (arctic_inference) is measured over the
+same targets. The scorer learns through all targets of a setting, as in an engine, and starts again for each setting.
+Prompts follow one another, so each is also drafted from phrases of the mates and targets of earlier prompts. Phrases
+are removed before the second targets, because the first targets are their mates. With `kept`, Arctic's tree keeps the
+earlier prompts too.
 """
 
 import time
@@ -24,17 +25,20 @@ from tailrace.deployments.messages.context import PastAnswer
 DRAFT_TOKENS = 8
 TARGETS = 2
 SURE = 0.5
-"""`sure` reports drafts that end where a token is less likely than this to be right."""
+"""Minimum chance of a draft token in the report `sure`: a draft ends before a token with a smaller chance."""
 
 LENGTHS, WHOLE = (8, 16, 32, 64), 0.3
-"""`lengths` reports drafts of up to so many tokens that end where all of them are less likely than this to be right."""
+"""Maximum draft tokens in the reports of `lengths`, and the minimum chance there that all tokens of a draft are right.
+"""
 
 ARCTIC_DEPTH, ARCTIC_FACTOR = 64, 4.0
-"""Its draft may be so many times as long as its match: better here than its default of 1."""
+"""Depth of Arctic's tree, and the maximum length of its draft as a multiple of the match: 4 is better here than the
+default of 1.
+"""
 
 
 class Setting(NamedTuple):
-    """What a target may be drafted from, and how many paths are verified at once."""
+    """Numbers of mates and earlier answers to draft from, and of paths that are verified at once."""
 
     mates: int = 0
     history: int = 0
@@ -65,14 +69,16 @@ class RecordedRollouts(NamedTuple):
 
 
 class Tally:
-    """What the steps of a replay came to."""
+    """Counts of a replay's steps."""
 
     def __init__(self):
         self.tokens = self.steps = self.drafted = self.accepted = 0
         self.index_bytes = self.index_tokens = 0
         self.propose_s: list[float] = []
         self.bins = np.zeros((10, 3))
-        """By predicted probability, in tenths: drafted tokens reached, the sum of their predictions, those right."""
+        """f64[10, 3] by predicted probability, in tenths: number of draft tokens that were tested, the sum of their
+        predicted probabilities, and the number of right ones.
+        """
 
     @property
     def tokens_per_step(self) -> float:
@@ -81,11 +87,13 @@ class Tally:
 
     @property
     def calibration_gap(self) -> float:
-        """Mean distance of predicted and observed share, over the bins and weighted by them."""
+        """Mean distance between the predicted and the observed share of right tokens over the bins, weighted by their
+        tokens.
+        """
         return float(np.abs(self.bins[:, 1] - self.bins[:, 2]).sum() / max(1.0, self.bins[:, 0].sum()))
 
     def add(self, drafts: list[list[int]], accepted: int, emitted: int) -> None:
-        """One step: its paths, how many tokens of the best were right, and the tokens it emitted."""
+        """Records a step. `drafts`: its paths. `accepted`: right tokens of the best path. `emitted`: all its tokens."""
         self.steps += 1
         self.tokens += emitted
         self.drafted += sum(len(draft) for draft in drafts)
@@ -93,7 +101,10 @@ class Tally:
 
 
 def read_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list[RecordedRollouts]:
-    """The prompts of a trace in tokens. Raises BadInput where a checkpoint has no sample beside the targets."""
+    """Returns the prompts of a trace in tokens.
+
+    Raises BadInput if a prompt has no checkpoint, or if its last one has no sample besides the targets.
+    """
     found = []
     for line in lines:
         if not line["epochs"]:
@@ -118,7 +129,7 @@ def read_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list
 def indexes(
     rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer
 ) -> Iterator[tuple[GroupIndex, RecordedRollouts, np.ndarray]]:
-    """For every target an index that knows its mates and history, its prompt, and the target's tokens."""
+    """Yields for every target an index with its mates and history, its prompt, and the target's tokens."""
     for number in range(max(len(prompt.targets) for prompt in rollouts)):
         evidence.forget()
         for prompt in rollouts:
@@ -138,8 +149,10 @@ def replay(
     rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer | None = None, least: float = 0.0,
     most: int = DRAFT_TOKENS, whole: float = 0.0,
 ) -> Tally:  # fmt: skip
-    """Draft for every target from its first token to its last, at most `most` tokens a step. Drafts end where a token's
-    chance is below `least`, or that of all tokens below `whole`."""
+    """Drafts for every target from its first token to its last, at most `most` tokens per step. Returns the counts.
+
+    A draft ends where a token's chance is below `least`, or the chance of all its tokens is below `whole`.
+    """
     tally, me = Tally(), MOST_MATES
     for index, _, target in indexes(rollouts, setting, evidence or CandidateScorer()):
         truth, at = target.tolist(), 0
@@ -178,8 +191,11 @@ def _note(bins: np.ndarray, right: np.ndarray, agreed: int) -> None:
 
 
 def replay_arctic(rollouts: list[RecordedRollouts], setting: Setting, kept: bool = False) -> Tally:
-    """The same steps by Arctic's rule: the longest match, in the tree of the sample or of all others; a tree of tokens
-    where several paths are asked for. `kept`: its tree of others holds the prompts before, too."""
+    """Drafts for the same targets by Arctic's rule: after the longest match, in its own tree or that of others.
+
+    For a setting with several paths, the drafts are trees of tokens. `kept`: the tree of others also holds the earlier
+    prompts.
+    """
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     tally = Tally()
@@ -234,9 +250,11 @@ def _agreed_in_tree(tokens: list[int], parents: list[int], truth: list[int], at:
 
 
 def measure(rollouts: list[RecordedRollouts], say: Callable[[str], None], prior: Path | None = None) -> dict:
-    """All settings, ours and Arctic's; times are wall microseconds of `propose` with 15 mates, on one thread.
+    """Returns the figures of all settings, by our index and by Arctic's rule. Times are wall microseconds of `propose`
+    with 15 mates, on one thread.
 
-    `prior`: the evidence begins with this file of `--fit`, else with its own."""
+    `prior`: a file of `--fit` from which the scorer starts, or None for its own file.
+    """
     from tailrace.lab.benchmarks.drafting import drafts_joined, drafts_refused
 
     warm_up()

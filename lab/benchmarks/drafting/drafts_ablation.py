@@ -1,7 +1,7 @@
-"""What each part of the draft index brings, as ratios of tokens per verification: with it over without it.
+"""What each part of the draft index brings: tokens per verification with the part, divided by those without it.
 
-The window of history is measured under a made-up drift: two answers an epoch, of which ever more come from the last
-checkpoint and ever fewer from the one before. Called by `bench drafts --ablation`.
+The window of history is measured under an artificial drift. Each epoch has two answers; over the epochs more of them
+come from the last checkpoint and fewer from the one before. Called by `bench drafts --ablation`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,9 @@ BOTH = Setting(7, MOST_HISTORY)
 
 
 def measure(rollouts: list[RecordedRollouts], say: Callable[[str], None]) -> dict:
-    """Ratios of tokens per verification, mates and history of `history_16_mates_7` unless the name says otherwise."""
+    """Returns ratios of tokens per verification. Drafts use the mates and history of `history_16_mates_7`; for
+    `window_N` they use history alone, and ratios are to a window of one epoch.
+    """
     whole = replay(rollouts, BOTH).tokens_per_step
     say(f"all of it: {whole:.3f} tokens per step")
     ratios = {}
@@ -40,12 +42,14 @@ def measure(rollouts: list[RecordedRollouts], say: Callable[[str], None]) -> dic
 
 
 def drift(prompt: RecordedRollouts, window: int) -> list[PastAnswer]:
-    """The last `window` of 16 epochs that lead from the earlier checkpoint (first epoch) towards the last one."""
+    """Returns the answers of the last `window` of 16 epochs, newest first. Over the epochs they drift from the earlier
+    checkpoint to the last one.
+    """
     old, new = [answer.tokens for answer in prompt.history], list(prompt.mates)
     epochs, answers = WINDOWS[-1], []
     for number in range(epochs * ANSWERS_AN_EPOCH):
         epoch = number // ANSWERS_AN_EPOCH
-        source = new if number * 7 % epochs < epoch and new else old or new  # 7 spreads them
+        source = new if number * 7 % epochs < epoch and new else old or new  # 7 spreads the new ones
         if not source:
             break
         if epoch >= epochs - window:

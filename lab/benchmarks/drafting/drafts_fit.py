@@ -1,9 +1,8 @@
-"""Fits the prior of the draft index's evidence (deployments/draft_index/scorer_weights.json) to a trace: `bench drafts
---fit FILE`.
+"""Fit of the draft index's prior (deployments/draft_index/scorer_weights.json) to a trace: `bench drafts --fit FILE`.
 
-Drafts for answers of the checkpoint before the last, so `bench drafts` can be run on the last one with fresh targets.
-Their own checkpoint gives the mates; the last one stands in for history. Each draft is a lesson, as online; here they
-are collected and fitted together (Adam), and inputs are brought to mean 0 and deviation 1.
+The targets are answers of the checkpoint before the last, so that `bench drafts` finds new targets in the last one.
+Mates come from the same checkpoint; the last one replaces history. Each draft is a training example, as in an engine.
+Here the examples are collected and fitted together (Adam), with inputs scaled to mean 0 and deviation 1.
 """
 
 import json
@@ -28,20 +27,20 @@ CURRICULUM = (
     (Setting(3, 8), 2),
     (Setting(), 2),
 )
-"""What is known besides the sample, and how many targets of each prompt are drafted for with it."""
+"""Settings, and the number of targets of each prompt that are drafted for with each."""
 
 PASSES, BATCH, RATE = 6, 256, 0.01
 
 
 class Recorder(CandidateScorer):
-    """Evidence that keeps its lessons instead of learning."""
+    """A scorer that keeps its training examples instead of learning from them."""
 
     def __init__(self):
         super().__init__()
         self.features, self.counts, self.answers = [], [], []
 
     def learn(self, lesson: TrainingExample, truth: np.ndarray) -> None:
-        """Keep what each position's candidates were and which was right: CANDIDATES for none."""
+        """Keeps the candidates of each position, and the place of the right one: CANDIDATES if none is right."""
         for k in range(min(len(lesson.seen), len(truth))):
             count = lesson.seen[k, CANDIDATES]
             if not count:
@@ -53,7 +52,10 @@ class Recorder(CandidateScorer):
 
 
 def earlier_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> list[RecordedRollouts]:
-    """Targets and mates of the checkpoint before the last. Raises BadInput where that is missing or too small."""
+    """Returns targets and mates of the checkpoint before the last, and answers of the last one as history.
+
+    Raises BadInput if the checkpoint before the last is missing or has too few samples.
+    """
     targets, found = sum(count for _, count in CURRICULUM), []
     for line in lines:
         texts = [[sample["text"] for sample in epoch["samples"]] for epoch in line["epochs"][-2:]]
@@ -67,9 +69,9 @@ def earlier_rollouts(lines: list[dict], encode: Callable[[str], list[int]]) -> l
 
 
 def fit(rollouts: list[RecordedRollouts], say: Callable[[str], None]) -> dict[str, list]:
-    """The prior, as in scorer_weights.json."""
+    """Returns the prior in the format of scorer_weights.json."""
     recorder, first = Recorder(), 0
-    draft_index.LESSONS = 1  # every draft
+    draft_index.LESSONS = 1  # learn from every draft
     for setting, count in CURRICULUM:
         chosen = [prompt._replace(targets=prompt.targets[first : first + count]) for prompt in rollouts]
         tally = replay(chosen, setting, recorder)
@@ -105,5 +107,5 @@ def _fitted(features: np.ndarray, counts: np.ndarray, answers: np.ndarray) -> di
 
 
 def write(prior: dict[str, list], file: OutputFile) -> None:
-    """The file that Evidence reads."""
+    """Writes the file that `CandidateScorer` reads."""
     file.write(json.dumps(prior) + "\n")

@@ -1,8 +1,9 @@
 """A draft model's guesses and the index's proposals in one tree: `joined` of `bench drafts`.
 
-The draft model is made up. It guesses WINDOW tokens a step, and knows how many of its tokens are right, not which: as
-an engine knows it of a line to a drafter. Like a real one it is right where tokens are easy: those that follow the
-token before them in the prompt or in a mate as well are right four times as often as others.
+The draft model is artificial. It guesses WINDOW tokens per step. The share of its right tokens is known, but not which
+ones are right, as an engine knows the acceptance of a drafter. Like a real draft model it is more often right for easy
+tokens. A token is easy if it follows the same token in the prompt or in a mate. Easy tokens are right four times as
+often as others.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tailrace.lab.benchmarks.drafting.drafts_refused import pairs_of
 
 WINDOW = 4
 CHANCES = (0.3, 0.5, 0.7)
-"""Shares of right tokens among those that the draft model would guess at all places of a target."""
+"""Shares of a target's tokens that the draft model guesses right."""
 
 EASIER = 4.0
 WAYS: dict[str, Callable[[Proposal, Proposal], Proposal]] = {
@@ -25,7 +26,9 @@ WAYS: dict[str, Callable[[Proposal, Proposal], Proposal]] = {
     "model_first": lambda model, index: model if len(model.tokens) else index,
     "joined": lambda model, index: model.joined(index).first(DRAFT_TOKENS),
 }
-"""What is verified of a guess and a proposal. `model_first`: the guess, where there is one."""
+"""Functions of guess and proposal that return the draft to verify. `model_first`: the guess if there is one, else the
+proposal.
+"""
 
 
 def measure(
@@ -53,7 +56,7 @@ def _replay(rollouts: list[RecordedRollouts], setting: Setting, evidence: Candid
 
 
 def _right(prompt: RecordedRollouts, setting: Setting, target: np.ndarray, chance: float, rng) -> np.ndarray:
-    """Returns bool[n]: whether the draft model guesses each token of the target, the same in every way."""
+    """Returns bool[n]: whether the draft model guesses each token of the target right, the same for all of WAYS."""
     known = {pair for text in (prompt.prompt, *prompt.mates[: setting.mates]) for pair in pairs_of(text)}
     easy = np.array([pair in known for pair in pairs_of([int(prompt.prompt[-1]), *target.tolist()])])
     weights = np.where(easy, EASIER, 1.0)
@@ -61,7 +64,7 @@ def _right(prompt: RecordedRollouts, setting: Setting, target: np.ndarray, chanc
 
 
 def _guess(target: np.ndarray, right: np.ndarray, at: int, chance: float) -> Proposal:
-    """Returns the guess after `at` tokens; a wrong token is another one."""
+    """Returns the guess after `at` tokens of the target; a wrong token is the right one plus 1."""
     tokens = np.where(right, target, target + 1)[at : at + WINDOW].astype(np.int32)
     size = len(tokens)
     return Proposal(tokens, np.full(size, chance, np.float32), np.full(size, Source.MODEL, np.uint8), 0)

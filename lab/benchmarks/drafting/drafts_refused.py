@@ -1,9 +1,10 @@
-"""Where drafts end, and how far better choices could bring them: `refused` and `oracle` of `bench drafts`.
+"""Where drafts end, and how long they could be with better choices: `refused` and `oracle` of `bench drafts`.
 
-A draft ends at its first wrong token, at its length, or where no candidate is left. A wrong token is a wrong branch if
-the right one was among the scored candidates. Else the pair of the right token and the one before it was either
-unknown (in prompt, mates and the sample so far) or not found. Oracles know the right tokens: the first takes the best
-place that the index found in the group, the others verify several paths at once, as a tree of drafts would.
+A draft ends at its first wrong token, at its maximum length, or where no candidate is left. A wrong token is a wrong
+branch if the right token was among the scored candidates. Otherwise the right token and the token before it are a pair
+that was unknown (in prompt, mates and the sample so far), or known but not found. The oracles know the right tokens.
+The first takes the best place that the index found in the group. The others verify several paths at once, as a tree of
+drafts would.
 """
 
 from collections import Counter
@@ -32,7 +33,7 @@ ENDS = ("wrong_branch", "right_token_unknown", "right_token_not_found", "no_cand
 def measure(
     rollouts: list[RecordedRollouts], setting: Setting, new: Callable[[], CandidateScorer] = CandidateScorer
 ) -> dict:
-    """Shares of verifications by how their draft ended, and tokens per step of the oracles."""
+    """Returns the shares of verifications by how their draft ended, and the tokens per step of the oracles."""
     oracle = {"places": round(_oracle(rollouts, setting, new()), 3)}
     for paths in PATHS:
         tally = replay(rollouts, setting._replace(paths=paths), new())
@@ -41,7 +42,7 @@ def measure(
 
 
 def _ends(rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer) -> dict[str, float]:
-    """Shares of all verifications but those in which a sample ended."""
+    """Returns the shares of verifications by end of draft, among all in which no sample ended."""
     ends: Counter[str] = Counter()
     for index, prompt, target in indexes(rollouts, setting, evidence):
         pairs = {pair for text in (prompt.prompt, *prompt.mates[: setting.mates]) for pair in pairs_of(text)}
@@ -72,13 +73,13 @@ def _end(index: GroupIndex, draft: list[int], right: int, text: list[int], pairs
 
 
 def pairs_of(text) -> list[tuple[int, int]]:
-    """Returns each token with the one after it."""
+    """Returns each token with the token after it."""
     tokens = np.asarray(text).tolist()
     return list(pairwise(tokens))
 
 
 def _oracle(rollouts: list[RecordedRollouts], setting: Setting, evidence: CandidateScorer) -> float:
-    """Tokens per step if each draft were the best of all places found, or the draft itself where that is better."""
+    """Returns tokens per step if each draft is the best of all places found, or the index's own draft if better."""
     tokens = steps = 0
     for index, _, target in indexes(rollouts, setting, evidence):
         truth, at = target.tolist(), 0

@@ -1,9 +1,9 @@
 """The draft ladder (SpecActor 4.2): what each draft method gains over plain decoding, by how often drafts are right.
 
-The target's tokens are not asked for: a draft token counts as right with a given chance, and each step takes what this
-machine measured, drafting included. Drafts and verification come in turn. Ladders stand for one sample, as in the tail,
-and for a full engine, as when a step starts. Invariant: written rungs are those of a `MethodTable`.
-Called by `tailrace bench ladder`.
+The target's tokens are not needed: a draft token counts as right with a given chance. Each step takes the seconds that
+were measured on this machine, drafting included. Drafting and verification alternate. There is a ladder for one sample,
+as in the tail, and one for a full engine, as when a training step starts. Invariant: written rungs are those of a
+`MethodTable`. Called by `tailrace bench ladder`.
 """
 
 import time
@@ -24,16 +24,20 @@ RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 CONTEXT_TOKENS, MATES, REPEATS = 512, 7, 200
 PROMPT_TOKENS = 64
 NGRAM = (2, 4)
-"""Shortest and longest that is looked up, as in `engine.draft`."""
+"""Minimum and maximum length of the n-grams that are looked up."""
 
 USUAL = {"group": 0.60, "history": 0.63, "ngram": 0.40}
-"""Mean chance of a draft token, from AMC23 at checkpoint 800 with 8 drafts (`bench drafts`): 2.52 tokens a verification
-with 7 mates, 2.68 with 16 earlier answers, 1.65 of the sample itself. --acceptance gives your own."""
+"""Mean chances that a draft token is right, by `bench drafts` on AMC23 at checkpoint 800 with 8 draft tokens.
+
+The tokens per verification were 2.52 with 7 mates, 2.68 with 16 earlier answers, and 1.65 with the sample alone.
+--acceptance replaces the chances.
+"""
 
 
 class Rung(NamedTuple):
-    """`draft_s(samples, window)`: seconds in which a window is drafted for each of so many samples. `rates`: how often
-    its drafts were right, sample by sample."""
+    """`draft_s(samples, window)`: seconds to draft a window of tokens for each of `samples` samples. `rates`: how often
+    the method's drafts were right, sample by sample.
+    """
 
     name: str
     draft_s: Callable[[int, int], float]
@@ -41,10 +45,11 @@ class Rung(NamedTuple):
 
 
 def rung(method: Rung, cost: StepCost, samples: int, most: int) -> tuple[MethodProfile, tuple[int, ...]]:
-    """Its rung where so many samples decode together, each point at the best window of 1 to `most` tokens, and those.
+    """Returns the method's rung if `samples` samples decode together, and the best window of 1 to `most` tokens by
+    point of the rung.
 
-    A step brings 1 + p + ... + p^w tokens of each sample in the time of w drafts and a step of w + 1 tokens of each;
-    below 1, plain decoding is faster at every window.
+    A step makes 1 + p + ... + p^w tokens of each sample. It takes the time of w draft tokens and of a step with w + 1
+    tokens of each sample. If a point is below 1, plain decoding is faster than every window.
     """
     plain_s = float(cost.at(samples))
     took_s = {w: method.draft_s(samples, w) + float(cost.at(samples * (w + 1))) for w in range(1, most + 1)}
@@ -57,8 +62,9 @@ def rung(method: Rung, cost: StepCost, samples: int, most: int) -> tuple[MethodP
 
 
 def ladders(methods: list[Rung], cost: StepCost, most_running: int, most: int) -> dict:
-    """What `tailrace bench ladder` prints and writes: of one sample and of `most_running`, every rung and the first
-    choice."""
+    """Returns what `tailrace bench ladder` prints and writes: every rung and the first choice, for one sample and for
+    `most_running` samples.
+    """
     found = {}
     for samples in sorted({1, most_running}):
         rungs = [rung(method, cost, samples, most) for method in methods]
@@ -82,7 +88,7 @@ def ladders(methods: list[Rung], cost: StepCost, most_running: int, most: int) -
 
 
 def index_methods(rates: Mapping[str, tuple[float, ...]], say: Callable[[str], None]) -> list[Rung]:
-    """The drafters that look tokens up, timed over made-up answers that repeat each other as a group's do."""
+    """Returns the methods that look tokens up, timed over artificial answers that repeat each other as a group's do."""
     from tailrace.deployments.draft_index.group_index import warm_up
 
     warm_up()
@@ -96,7 +102,7 @@ def index_methods(rates: Mapping[str, tuple[float, ...]], say: Callable[[str], N
 
 
 def model_method(cost: StepCost, rate: float) -> Rung:
-    """A draft model beside its target: w steps of one token for each sample (D(b) of SpecActor 4.1, w times)."""
+    """Returns a draft model beside its target: w steps of one token for each sample (w times D(b) of SpecActor 4.1)."""
     return Rung("model", lambda samples, window: window * float(cost.at(samples)), (rate,))
 
 
@@ -106,7 +112,7 @@ def _line(took_s: Mapping[int, float]) -> Callable[[int, int], float]:
 
 
 def _answers() -> list[np.ndarray]:
-    """One answer and others like it: in every stretch of 20 tokens, 5 are another's."""
+    """Returns an answer, int32, and MATES copies of it in which 5 of every 20 tokens are drawn again."""
     chance = np.random.default_rng(0)
     first = chance.integers(0, 2000, CONTEXT_TOKENS).astype(np.int32)
     answers = [first]
@@ -126,7 +132,9 @@ def _history_s(window: int) -> float:
 
 
 def _index_s(window: int, mates: int, past: int) -> float:
-    """Of one proposal by the engine's own index, the sample's newest token taken in."""
+    """Returns the median seconds of a proposal by the engine's own index, with the addition of the sample's newest
+    token.
+    """
     from tailrace.deployments.draft_index.group_index import GroupIndex, HistoryIndex
     from tailrace.deployments.draft_index.scorer import CandidateScorer
     from tailrace.deployments.messages.context import PastAnswer
@@ -151,7 +159,9 @@ def _ngram_s(window: int) -> float:
 
 
 def look_up(tokens: np.ndarray, most: int) -> np.ndarray:
-    """vLLM's own n-gram drafts after `tokens`, int32, by the function; its class wants an engine around it."""
+    """Returns vLLM's own n-gram drafts after `tokens`, int32, at most `most`. Calls vLLM's function, since its class
+    needs an engine.
+    """
     from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as find
 
     return find(tokens, *NGRAM, len(tokens) + most, most)
@@ -170,7 +180,7 @@ def _median_s(act: Callable[[int], object]) -> float:
 
 
 def picture(file: OutputFile, result: dict) -> None:
-    """Curves by method, one panel for each number of samples; a dot where the method's drafts are on average."""
+    """Draws the curves by method, one panel for each number of samples. A dot marks the mean rate of a method's drafts."""
     found = result["ladders"]
     figure, panels = new_figure(6 * len(found), 4.5, 1, len(found), squeeze=False)
     for axes, (samples, of) in zip(panels[0], found.items(), strict=True):

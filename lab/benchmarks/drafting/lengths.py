@@ -1,9 +1,9 @@
-"""How well each length policy tells who has most left to make: a replay of recorded lengths, without any engine.
+"""How well each length policy predicts which samples have most tokens left: a replay of recorded lengths, no engine.
 
-`after_mates`: so many samples of every group have ended and the others wait with nothing made, as when probes have
-run. `at_share`: all samples run in lockstep, a token a turn, until that share of the batch's tokens is made. Batches
-are cut from the last checkpoint of a trace, their history from the ones before; figures are means over the batches, and
-stand twice: with that history and without.
+`after_mates`: some samples of every group have ended, and the others wait without tokens, as after probes. `at_share`:
+all samples run in lockstep, one token per turn, until that percentage of the batch's tokens is made. Batches are cut
+from the last checkpoint of a trace, and their history from the earlier ones. Figures are means over the batches, once
+with that history and once without.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ CLASS_NAMES = ("short", "medium", "long")
 
 
 class RecordedGroup(NamedTuple):
-    """Lengths in tokens: of the batch's samples, and of earlier answers by epoch, newest first."""
+    """Lengths in tokens of the batch's samples, and of earlier answers by epoch, newest first."""
 
     lengths: tuple[int, ...]
     history: tuple[tuple[int, ...], ...]
 
 
 class Pending(NamedTuple):
-    """An unfinished sample: what is known of its group, what it has made, and its true length."""
+    """An unfinished sample: the known lengths of its group, its tokens so far, and its true length."""
 
     view: LengthsView
     generated: int
@@ -40,9 +40,10 @@ class Pending(NamedTuple):
 def read_batches(
     lines: list[dict], count: Callable[[str], int], samples: int, max_tokens: int
 ) -> list[tuple[RecordedGroup, ...]]:
-    """As many batches of all prompts, `samples` of each, as a trace holds; lengths are bounded as in a rollout.
+    """Returns as many batches as a trace holds, each of all prompts with `samples` samples. Lengths are limited as in a
+    rollout.
 
-    Raises BadInput when a prompt has fewer samples in its last checkpoint.
+    Raises BadInput if a prompt has fewer samples in its last checkpoint.
     """
     prompts = []
     for line in lines:
@@ -62,7 +63,9 @@ def read_batches(
 
 
 def measure(batches: list[tuple[RecordedGroup, ...]], max_tokens: int) -> dict:
-    """By policy and moment: rank correlation of expected and true remainders, share of classes told right."""
+    """Returns by policy and moment the rank correlation of expected and true remaining tokens, and the share of samples
+    whose class is predicted right.
+    """
     groups = [group for batch in batches for group in batch]
     classes = batch_lengths([(group.history, ()) for group in groups], max_tokens).classes
     lengths = [tokens for group in groups for tokens in group.lengths]
@@ -103,7 +106,7 @@ def _guess(policy: Lengths) -> Callable[[Pending], int]:
 
 
 def _after_mates(groups: tuple[RecordedGroup, ...], mates: int, max_tokens: int) -> list[Pending]:
-    """The first `mates` of each group have ended, the others have made nothing."""
+    """Returns the unfinished samples once the first `mates` of each group have ended and the others have no tokens."""
     ended = [tuple(sorted(group.lengths[:mates])) for group in groups]
     batch = _batch(groups, ended, max_tokens)
     found = []
@@ -115,7 +118,7 @@ def _after_mates(groups: tuple[RecordedGroup, ...], mates: int, max_tokens: int)
 
 
 def _in_lockstep(groups: tuple[RecordedGroup, ...], share: int, max_tokens: int) -> list[Pending]:
-    """Every sample has made as many tokens, or ended before; `share` percent of the batch's tokens are made."""
+    """Returns the unfinished samples once `share` percent of the batch's tokens are made in lockstep."""
     lengths = np.sort([tokens for group in groups for tokens in group.lengths])
     made = np.array([np.minimum(lengths, turn).sum() for turn in range(lengths[-1] + 1)])
     turn = int(np.searchsorted(made, lengths.sum() * share / 100))
@@ -134,7 +137,7 @@ def _batch(groups: tuple[RecordedGroup, ...], ended: list[tuple[int, ...]], max_
 
 
 def _score(guess: Callable[[Pending], int], draws: list[list[Pending]], classes: LengthClasses) -> dict:
-    """The mean rank correlation, and the share of all samples whose class was told right."""
+    """Returns the mean rank correlation, and the share of all samples whose class was predicted right."""
     correlations, hits = [], []
     for draw in draws:
         expected = [guess(sample) for sample in draw]
@@ -144,12 +147,12 @@ def _score(guess: Callable[[Pending], int], draws: list[list[Pending]], classes:
         hits += [classes.of(tokens) == classes.of(sample.length) for tokens, sample in pairs]
     return {
         "rank_correlation": round(float(np.mean(correlations)), 4),
-        "class_accuracy": round(float(np.mean(hits)), 4) if hits else None,  # nobody was left to guess
+        "class_accuracy": round(float(np.mean(hits)), 4) if hits else None,  # no sample was left
     }
 
 
 def rank_correlation(a, b) -> float:
-    """Spearman's, ties at their mean rank; 0 where one of them is all the same."""
+    """Returns Spearman's rank correlation, with ties at their mean rank; 0 if all values of a or of b are equal."""
     if not len(a):
         return 0.0
     ranks = [_ranks(np.asarray(values)) for values in (a, b)]
