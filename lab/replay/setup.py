@@ -18,7 +18,7 @@ from tailrace.lab.simulator.types import Cluster, SimulatedRun, WorkloadGroup
 
 
 class _Always:
-    """Makes drafts that are always right."""
+    """Chances of drafts that are always right."""
 
     def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         return 1.0
@@ -34,7 +34,7 @@ class TraceSetup:
 
     @classmethod
     def of(cls, scenario: Scenario, name: str, found: Mapping[str, Recorded], replay: bool) -> "TraceSetup":
-        """Places recorded rollouts on the set-up's replicas, with its chunks and its table."""
+        """Returns recorded rollouts on the set-up's replicas, with its chunk length and its acceptance table."""
         lengths, prompts = {}, {}
         for prompt_id, (prompt, answers, history) in found.items():
             past: dict[int, list[int]] = {}

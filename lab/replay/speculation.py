@@ -51,7 +51,7 @@ class _Running:
     end: int
 
     def coming(self) -> int:
-        """Number of tokens that the next step makes: the right ones of the draft, and one."""
+        """Returns the number of tokens that the next step makes: the right ones of the draft, and one more."""
         draft = self.request.spec_token_ids
         end = min(self.end, self.at + len(draft) + 1)
         return min(accepted_tokens(draft, self.answer[self.at : end]) + 1, end - self.at)
@@ -144,10 +144,10 @@ def replaying(
     step: StepModel,
     settings: IndexSettings = IndexSettings(),  # noqa: B008 -- frozen
 ) -> Iterator:
-    """Returns the `speculation` argument of `simulate`, for a workload of one step whose groups are recorded, by group
-    id. Returns None for a policy that never drafts.
+    """Yields the `speculation` argument of `simulate`, for a workload of one step whose groups are recorded, by group
+    id. Yields None for a policy that never drafts.
 
-    Every replica costs 20 ms at the start, and an index of each group that it has run: 70 bytes a token. Raises
+    Every replica costs 20 ms at the start, and 70 bytes a token for an index of each group that it has run. Raises
     ValueError if a group is not recorded, or its answers have other lengths.
     """
     (groups,) = workload.steps

@@ -34,7 +34,7 @@ class WireEnd:
         del self._held[group]
 
     def release(self, group: GroupRef) -> None:
-        """Drops a group whose index is given up: the next read is a first one."""
+        """Drops a group whose index is given up: the next read of the group is a first one."""
         self._read.pop(group, None)
 
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int]) -> None:
@@ -61,4 +61,4 @@ class WireEnd:
         return {}
 
     def close(self) -> None:
-        """Does nothing: it holds nothing open."""
+        """Does nothing: this end holds nothing open."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tailrace.lab.simulator.types import Ended, Span
 
 OWNER = "owner"
-"""Draft method of a runner for which no copy names one: it continues as before the race."""
+"""Name in place of the draft method of a runner that has none: it continues as before the race."""
 
 
 COUNTS = ("verifications", "drafted_tokens", "accepted_tokens", "pulled_tokens", "computed_tokens")
@@ -30,11 +30,11 @@ class ReplicaLifetime(NamedTuple):
 class RecordedChunk:
     """One chunk on one replica, which is a number: its place in the order of joining.
 
-    `silent_s`: the last report in which it had no token yet (begin_s: there was none, so that it may have been
-    silent for up to one report longer); `seen`: a later report had tokens. `race`: the id of the chunk that it
-    races with, its own if others copy it; None outside races. `won`: None while a race is undecided. `end`: stop,
-    length, aborted, failed, lost, or running where the journal ends before it does; `error`: why it was aborted or
-    failed. `stopping`: it was aborted and has not ended yet.
+    `silent_s`: time of the last report without a token of the chunk, or begin_s if there was no such report: then the
+    chunk may have been silent for up to one report longer. `seen`: a later report had tokens. `race`: the id of the
+    chunk that it races with, its own id if others copy it, or None outside races. `won`: None while a race is
+    undecided. `end`: stop, length, aborted, failed, lost, or running if the journal ends before the chunk. `error`: why
+    the chunk was aborted, failed or lost. `stopping`: the chunk was aborted and has not ended yet.
     """
 
     chunk_id: str
@@ -63,7 +63,7 @@ class RecordedChunk:
     expected_tokens: int = 0  # length of the whole answer, as estimated at its start
 
     def count(self, event) -> None:
-        """Records the counts of its `ChunkFinished`."""
+        """Records the counts of the chunk's `ChunkFinished`."""
         self.new_tokens = event.new_tokens
         for name in COUNTS:
             setattr(self, name, getattr(event, name, 0))
@@ -107,10 +107,10 @@ class RecordedChunk:
 
 @dataclass(slots=True)
 class RecordedRace:
-    """Chunks that make the same tokens: the first of `runners` was there before the others; `winner` ended first.
+    """Chunks that make the same tokens: the first of `runners` began before the others; `winner` ended first.
 
-    `original`: its end is the end of the race even if it is aborted. It is the first runner, or the copy that took its
-    place if that is lost, or None if no runner is left that could. An aborted copy gives way.
+    `original`: the runner whose end is the end of the race, even if it is aborted. It is the first runner, or the copy
+    that replaced a lost one, or None if no runner is left for that. An aborted copy only leaves the race.
     """
 
     runners: list[RecordedChunk]
@@ -131,8 +131,8 @@ class RecordedRace:
 
 @dataclass(slots=True)
 class RecordedSample:
-    """`where`: the replica of its last chunk that counted; None before the first. `batch`: a number. `prompt_tokens`:
-    context tokens that were not generated, also those that came between its turns.
+    """`where`: the replica of the sample's last chunk, copies only if they won; None before the first chunk. `batch`: a
+    number. `prompt_tokens`: context tokens that were not generated, those between turns included.
     """
 
     batch: int
@@ -143,7 +143,7 @@ class RecordedSample:
     moves: int = 0
     ended_s: float | None = None
     end: str = ""
-    max_tokens: int = 0  # of its first turn
+    max_tokens: int = 0  # maximum of the first turn
 
     @property
     def tokens(self) -> int:

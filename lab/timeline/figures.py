@@ -18,17 +18,19 @@ TAKEN = ("samples", "tokens", "makespan_s", "tail_s", "tail_share", "tokens_per_
 """Keys taken from the simulator's report of a run."""
 
 LONGEST = 12
-"""Number of samples in the table."""
+"""Number of samples in the table of the longest samples."""
 
 MOST_STAYS = 8
-"""Maximum number of stays of one sample, in the table."""
+"""Maximum number of stays of one sample in the table of the longest samples."""
 
 
 def figures(record: Record, bands: list[Band]) -> dict:
     """Returns the figures. `replica_s`: replica-seconds up, from the first submission to the end of the last sample.
-    `busy_share`: share of that in which a chunk ran, whether it had made a token or not. `role_s`: replica-seconds by
-    role. `wins`: races won by draft method; `owner`: by the chunk that was copied, if it names no method. `weights`:
-    the versions, with the seconds at which they came. Tokens of drafts and KV are those of all chunks, see `tokens_of`.
+
+    `busy_share`: share of a replica's seconds up in which a chunk ran, with or without tokens. `role_s`:
+    replica-seconds by role. `wins`: races won by draft method; `owner` stands for a winner that names no method.
+    `weights`: the versions, with the seconds at which they arrived. Tokens of drafts and KV are those of all chunks:
+    see `tokens_of`.
     """
     said = summary(record.run)
     replicas = of_replicas(record, bands)
@@ -46,8 +48,8 @@ def figures(record: Record, bands: list[Band]) -> dict:
 
 
 def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
-    """Returns by id: up_s, busy_share (None: never up), tokens made there, its drafts and KV, and seconds in each
-    role.
+    """Returns for each replica id: up_s, busy_share (None: never up), tokens made, tokens of drafts and KV, and seconds
+    in each role.
     """
     seconds = role_seconds(bands)
     spans, chunks = [[] for _ in record.names], [[] for _ in record.names]
@@ -66,9 +68,9 @@ def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
 
 
 def tokens_of(chunks: Sequence[RecordedChunk]) -> dict:
-    """Returns draft tokens and the share of them that was accepted; tokens made in an engine step, the acceptance
-    length; and context tokens whose KV came from the pool, or was computed. None if the journal holds no count of
-    steps.
+    """Returns draft tokens and the accepted share of them; the acceptance length, in tokens per engine step; and the
+    context tokens whose KV was pulled from the pool, or computed. A share or length is None if there is nothing to
+    divide by.
     """
     sums = {name: sum(getattr(chunk, name) for chunk in chunks) for name in COUNTS}
     verified = sum(chunk.new_tokens for chunk in chunks if chunk.verifications)
@@ -103,7 +105,7 @@ def unended(record: Record) -> int:
 
 
 def longest(record: Record) -> list[list[str]]:
-    """Returns the samples with most tokens, as a table with its heads."""
+    """Returns a table of the samples with most tokens; its first row has the column heads."""
     table = [["sample", "tokens", "a step", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
     ordered = sorted(record.samples.items(), key=lambda item: (-item[1].tokens, -(item[1].ended_s or inf), item[0]))
     for sample_id, sample in ordered[:LONGEST]:

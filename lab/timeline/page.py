@@ -1,7 +1,7 @@
 """The page of a recorded run: replicas as rows with their activity, curves over time, the longest samples.
 
-Drawn by the simulator's own parts (`lab/report/document.py`, `span_columns.py`, `svg_charts.py`), so a live run looks
-like a simulated one. `tailrace timeline RUN --out x.html` writes it.
+The page is drawn by the simulator's own parts (`lab/report/document.py`, `span_columns.py`, `svg_charts.py`), so a live
+run looks like a simulated one. `tailrace timeline RUN --out x.html` writes it.
 """
 
 from html import escape
@@ -21,7 +21,7 @@ ROW = (
     "wherever it goes, strong if it ended in the tail. Point at a span for its sample, tokens, seconds and reason."
 )
 MOST_SPANS = 300_000
-"""Maximum number of spans of 23 bytes each: 9.2 MB of base64. 16,384 samples in 18 chunks each."""
+"""Maximum number of spans of 23 bytes each: 9.2 MB of base64, enough for 16,384 samples in 18 chunks each."""
 
 Series = dict[str, list[tuple[float, float]]]
 """Points over the seconds of the run, by name."""
@@ -150,7 +150,7 @@ def _over_time(record: Record) -> str:
 
 
 def lengths(record: Record) -> Series:
-    """Returns tokens of a sample that an engine step makes; nothing if the journal does not hold steps."""
+    """Returns the tokens that an engine step makes of a sample; no points if the journal does not count steps."""
     return {"a step": acceptance(record.run.spans, record.run.makespan_s)}
 
 
@@ -187,7 +187,7 @@ def _races(said: dict) -> str:
 
 
 def _roles(said: dict) -> str:
-    """Returns the table of the replicas that were up longest, if there are many."""
+    """Returns the table of replicas, with MOST_REPLICAS rows at most: those that were up longest."""
     made = ("tokens", "drafted", "accepted", "a step", "KV pulled", "computed")
     rows = [["replica", "up s", "busy", *made, *(f"{WORDS[role]} s" for role in ROLES)]]
     ordered = sorted(said["replicas"].items(), key=lambda item: -item[1]["up_s"])

@@ -1,7 +1,7 @@
 """A recorded run in the Trace Event Format, which Perfetto opens: zoom, search and SQL over every chunk.
 
-A process is a replica, its threads are lanes of chunks side by side and one with the activity of the replica as a
-whole; counters and the tails belong to a process `run`. An arrow leads from a chunk to the one that continues it.
+A replica is a process. Its threads are lanes of chunks, and one thread has the activity of the whole replica. Counters
+and tails belong to a process `run`. An arrow leads from a chunk to the one that continues its sample.
 Invariant: slices of a thread nest, and all times are whole nanoseconds from the first submission.
 `tailrace timeline RUN --out x.perfetto.json` writes it.
 """
@@ -24,10 +24,10 @@ TRACE = OutputKind(
 )
 
 RUN = 1
-"""The process of the run; replicas have the numbers after it."""
+"""Process number of the run; replicas have the numbers after that."""
 
 LANE_THREADS = 10_000
-"""Number of threads of a replica: a number is that of one thread in the whole trace."""
+"""Number of threads reserved for a replica: thread numbers are unique in the whole trace."""
 
 
 def trace_events(title: str, record: Record, bands: Sequence[Band]) -> dict:
@@ -64,7 +64,7 @@ def _process(replica: int) -> int:
 
 
 def _thread(replica: int, lane: int = -1) -> int:
-    """Returns the thread of a lane; without one that of the replica's activity."""
+    """Returns the thread number of a lane; without a lane, that of the replica's activity."""
     return _process(replica) * LANE_THREADS + lane + 1
 
 
@@ -112,8 +112,8 @@ def _arguments(record: Record, chunk: RecordedChunk) -> dict:
 
 
 def _arrows(record: Record) -> dict[int, dict]:
-    """Returns arrows by `id` of a chunk: its place in the chain of its sample's chunks, of races the winner. A single
-    chunk has none.
+    """Returns the arrows of each chunk by its `id`. Arrows connect the chunks of a sample in order; a race counts with
+    its winner alone. A sample of one chunk has no arrow.
     """
     found = {}
     for number, sample in enumerate(record.samples.values(), start=1):
@@ -176,5 +176,5 @@ def _counter(name: str, at_s: float, values: dict) -> dict:
 
 
 def _us(seconds: float) -> float:
-    """Returns microseconds, the format's unit, in whole nanoseconds."""
+    """Returns microseconds, the format's unit, rounded to whole nanoseconds."""
     return round(seconds * 1e9) / 1e3

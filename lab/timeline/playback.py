@@ -1,7 +1,7 @@
 """A recorded run as the board plays it back: frames of the rows that a live service would have shown, and each sample.
 
-Tokens of a running chunk are spread evenly between its first and its last: a journal has them at its end. The KV pool,
-texts and weights are not in a journal. `tailrace board --journal` calls it.
+A journal has a chunk's tokens at the end of the chunk, so they are spread evenly over the time since its first token.
+The KV pool, texts and weights are left out. `tailrace board --journal` calls this module.
 """
 
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ def _times(whole_s: float) -> Iterator[float]:
 
 
 class _Moment:
-    """A run at `at_s` seconds."""
+    """State of a run at `at_s` seconds."""
 
     def __init__(self, record: Record, at_s: float):
         self._record, self._at_s = record, at_s

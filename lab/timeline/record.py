@@ -49,18 +49,18 @@ def record(lines: Iterable[str]) -> Record:
 
 class _Reading:
     def __init__(self):
-        self._zero: float | None = None  # the first submission
+        self._zero: float | None = None  # time of the first submission
         self._now, self._taken, self._dropped = 0.0, 0, 0
         self._lifetimes = ReplicaLifetimes()
-        self._looks: dict[int, tuple[float, float]] = {}  # the last two
+        self._looks: dict[int, tuple[float, float]] = {}  # times of the last two reports, by replica
         self._samples: dict[str, RecordedSample] = {}
         self._batches: list[str] = []
         self._sizes: Counter = Counter()  # samples by group
         self._made: list[RecordedChunk] = []
-        self._chunks: dict[str, RecordedChunk] = {}  # by id; a copy may come again under the id of one that gave way
+        self._chunks: dict[str, RecordedChunk] = {}  # by id; a new copy may have the id of an aborted one
         self._running: dict[str, RecordedChunk] = {}
         self._races: dict[str, RecordedRace] = {}
-        self._chunks_of: Counter = Counter()  # running, by sample that has not ended
+        self._chunks_of: Counter = Counter()  # running chunks of each unended sample
         self._unended = 0
         self._weights: list[tuple[float, int]] = []
         self._moments: list[Moment] = []
@@ -113,7 +113,7 @@ class _Reading:
         batch = self._batches.index(event.batch_id)
         for group in event.groups:
             name = group["group_id"]
-            for _ in range(group["samples"]):  # an open group's come in several events
+            for _ in range(group["samples"]):  # samples of an open group come in several events
                 sample = RecordedSample(batch, group["prompt_tokens"], self._now, max_tokens=group.get("max_tokens", 0))
                 self._samples[f"{name}#{self._sizes[name]}"] = sample
                 self._sizes[name] += 1
@@ -149,12 +149,12 @@ class _Reading:
         self._lifetimes.start(number, self._now)
 
     def _enter(self, chunk: RecordedChunk, first: RecordedChunk) -> None:
-        name = first.race or first.chunk_id  # a copy that took the first one's place is copied in its turn
+        name = first.race or first.chunk_id  # a copy that replaced the original may be copied too
         first.race = chunk.race = name
         self._races.setdefault(name, RecordedRace([first], first)).runners.append(chunk)
 
     def _measured(self, event) -> None:
-        """Takes a report of the replica: the chunks that run there, each with its progress."""
+        """Records the time of a replica's report, which has the progress of all chunks there."""
         self._look_at(self._lifetimes.names[event.replica_id], event.performance["observed_at"])
 
     def _streamed(self, event) -> None:
@@ -166,7 +166,7 @@ class _Reading:
                 chunk.silent_s = max(chunk.begin_s, before_s)
 
     def _look_at(self, number: int, observed_at: float) -> float:
-        """Records a look at a replica. Returns the one before it."""
+        """Records the time of a replica's report. Returns the time of the report before that."""
         before_s, last_s = self._looks.get(number, (0.0, 0.0))
         at_s = 0.0 if self._zero is None else max(0.0, observed_at - self._zero)
         if at_s > last_s:
@@ -180,7 +180,7 @@ class _Reading:
 
     def _finished_chunk(self, event) -> None:
         chunk = self._running.get(event.chunk_id)
-        if chunk is None:  # of a copy whose race was over
+        if chunk is None:  # a copy whose race was over
             return
         chunk.count(event)
         self._stop(chunk, event.end, chunk.error)
@@ -207,7 +207,7 @@ class _Reading:
         self._lifetimes.stop(chunk.replica, self._now)
         del self._running[chunk.chunk_id]
         self._chunks_of[chunk.sample_id] -= 1
-        if self._chunks_of[chunk.sample_id] <= 0:  # below: it has ended before its last copy
+        if self._chunks_of[chunk.sample_id] <= 0:  # below 0: the sample has ended before its last copy
             del self._chunks_of[chunk.sample_id]
 
     def _ended(self, action) -> None:
@@ -269,7 +269,7 @@ class _Reading:
 
 
 _UNSETTLED = ("ChunkFinished", "ChunkFailed")
-"""Events after which, until the next tick, a sample whose chunk has ended neither waits nor has ended."""
+"""Names of events after which a sample whose chunk has ended neither waits nor has ended until the next tick."""
 
 _HANDLERS = {
     "journal": _Reading._header,

@@ -9,16 +9,16 @@ from tailrace.lab.timeline.chunks import ReplicaLifetime
 
 
 class ReplicaLifetimes:
-    """Replicas are numbers: places in `names`, in the order of joining. `asked`: (seconds, replicas, why)."""
+    """Lifetimes by replica number: the place in `names`, in the order of joining. `asked`: (seconds, replicas, why)."""
 
     def __init__(self):
         self.names: dict[str, int] = {}
-        self.up: dict[int, float] = {}  # when they joined
+        self.up: dict[int, float] = {}  # by number: when each joined
         self.asked: list[tuple[float, int, str]] = []
         self._ended: list[list[ReplicaLifetime]] = []
         self._last_start: dict[int, float] = {}
         self._last_end: dict[int, float] = {}
-        self._aborted: dict[int, float] = {}  # the first since its last start
+        self._aborted: dict[int, float] = {}  # the first abort since the last start
 
     def join(self, replica_id: str, now_s: float) -> None:
         number = self.names.setdefault(replica_id, len(self.names))
@@ -31,20 +31,20 @@ class ReplicaLifetimes:
         self._ended[number].append(ReplicaLifetime(self.up.pop(number), now_s, closing_s))
 
     def start(self, number: int, now_s: float) -> None:
-        """Records that a chunk starts there."""
+        """Records that a chunk starts on a replica."""
         self._last_start[number] = now_s
         self._aborted.pop(number, None)
 
     def abort(self, replica_id: str, now_s: float) -> None:
-        """Records that a chunk there is aborted."""
+        """Records that a chunk on a replica is aborted."""
         self._aborted.setdefault(self.names[replica_id], now_s)
 
     def stop(self, number: int, now_s: float) -> None:
-        """Records that a chunk there has ended."""
+        """Records that a chunk on a replica has ended."""
         self._last_end[number] = now_s
 
     def until(self, end_s: float) -> tuple[tuple[ReplicaLifetime, ...], ...]:
-        """Returns all lifetimes, by number, as of end_s: later than that nothing counts."""
+        """Returns all lifetimes up to end_s, by replica number."""
         closing = self._still_closing()
         found = [list(of_one) for of_one in self._ended]
         for number, joined_s in self.up.items():
@@ -59,7 +59,7 @@ class ReplicaLifetimes:
         return max(0, len(self.up) - self.asked[-1][1]) if self.asked else 0
 
     def _too_many_since_s(self) -> float:
-        """Returns the time of the first of the last requests that were all for fewer than there are."""
+        """Returns the time since which all requests were for fewer replicas than are up."""
         since_s = self.asked[-1][0]
         for at_s, replicas, _ in reversed(self.asked):
             if replicas >= len(self.up):
@@ -72,8 +72,9 @@ class ReplicaLifetimes:
         return max(self.up[number], min(asked_s, self._aborted.get(number, asked_s)))
 
     def _still_closing(self) -> list[int]:
-        """Returns the replicas that are about to leave: Serve stops the newest first, and these have run nothing
-        since.
+        """Returns the replicas that are about to leave: the newest that have run nothing since the requests for fewer.
+
+        Serve stops the newest replicas first.
         """
         if not self._too_many():
             return []

@@ -13,8 +13,9 @@ from tailrace.lab.timeline.chunks import RecordedChunk, ReplicaLifetime
 from tailrace.lab.timeline.record import Record
 
 ROLES = ("closing", "generate", "race", "prefill", "idle")
-"""closing: about to leave; generate: makes tokens of a sample that runs nowhere else, or that others copy; race: copies
-only; prefill: no chunk has made a token yet; idle: up without a chunk."""
+"""Activities of a replica. closing: about to leave. generate: makes tokens of a sample that runs nowhere else, or that
+others copy. race: copies only. prefill: no chunk has made a token yet. idle: up without a chunk.
+"""
 
 WORDS = {
     "closing": "closing",

@@ -114,7 +114,7 @@ def _beside(runs: dict[str, dict], costs: tuple, window: int, samples: int) -> d
 
 
 def affine(sizes: tuple[float, ...], seconds: tuple[float, ...]) -> tuple[float, float]:
-    """Returns (base, each) of the fit seconds = base + each * size: least squares of relative errors, neither below 0."""
+    """Returns (base, each) of seconds = base + each * size: least squares of relative errors, neither below 0."""
     x, y = np.array(sizes), np.array(seconds)
     each, base = np.polyfit(x, y, 1, w=1 / y)
     return (max(0.0, float(base)), max(0.0, float(each)))

@@ -82,7 +82,10 @@ def verifier_cost():
 
 
 def roll(wanted: list[ChunkRequest]) -> dict:
-    """Runs all chunks at once, from an empty cache. Returns figures of the results. Raises the error of a failed chunk."""
+    """Runs all chunks at once, from an empty cache. Returns figures of the results.
+
+    Raises the error of a failed chunk.
+    """
     _here.ask(ResetCache()).result()
     answers: list[Future] = [Future() for _ in wanted]
     for chunk, answer in zip(wanted, answers, strict=True):

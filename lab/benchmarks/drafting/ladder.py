@@ -180,7 +180,7 @@ def _median_s(act: Callable[[int], object]) -> float:
 
 
 def picture(file: OutputFile, result: dict) -> None:
-    """Draws the curves by method, one panel for each number of samples. A dot marks the mean rate of a method's drafts."""
+    """Draws the curves by method, one panel for each number of samples; a dot marks a method's mean rate."""
     found = result["ladders"]
     figure, panels = new_figure(6 * len(found), 4.5, 1, len(found), squeeze=False)
     for axes, (samples, of) in zip(panels[0], found.items(), strict=True):

@@ -42,7 +42,7 @@ pay.
 
 
 def measure(demo: Path, samples: Sequence[int], with_pool: bool, with_v2: bool, say: Callable[[str], None]) -> dict:
-    """Returns the milliseconds of a step by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
+    """Returns milliseconds of a step by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
     found = run(_with_pool(demo, samples, say)) if with_pool else _measure(demo, samples, KINDS[:-1], None, say)
     result = {"rounds": ROUNDS, "steps": STEPS, "samples": found}
     result["host_ratio"] = {V1: {count: each["outside_ratio"] for count, each in found.items()}}
