@@ -89,7 +89,7 @@ class MemoryTraffic:
 
     def __init__(self, logits):
         self._begin, self._end = logits.data_ptr(), logits.data_ptr() + logits.nbytes
-        self.logits = self.again = 0
+        self.logits = 0
         self._loaded, self._stored = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
 
     def load(self, places, mask, size: int) -> None:
