@@ -19,8 +19,9 @@ from tailrace.app.errors import BadInput
 def command(address, port, journal):
     """Serve a page that shows batches, replicas, the tail as it forms, KV, drafts and faults, until Ctrl-C.
 
-    It listens on 127.0.0.1 alone and changes nothing. For another machine's service forward the port by ssh, or open
-    /board of its gateway. With --journal, a file of `rollout --journal`, a slider chooses the moment of the run.
+    The server listens on 127.0.0.1 alone and changes nothing. To see a service on another machine, forward the port by
+    ssh, or open /board of its gateway. With --journal, a file of `rollout --journal`, a slider chooses the moment of
+    the run.
     """
     try:
         listener = socket.create_server(("127.0.0.1", port))

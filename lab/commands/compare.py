@@ -15,7 +15,7 @@ FILE = click.Path(path_type=Path)
 
 
 class Figures(BaseModel):
-    """Figures of one system and seed; those that are None do not apply. Other keys of the file are ignored."""
+    """Figures of one system and seed; a figure that does not apply is None. Other keys of the file are ignored."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

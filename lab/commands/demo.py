@@ -16,8 +16,8 @@ from tailrace.app.files.output_file import OutputFile, output_folder
 SAMPLES = 4
 MAX_TOKENS = 2048
 TEMPERATURE = 0.7
-"""At this temperature two of the small model's 64 answers do not stop by themselves, and half have at most 151
-tokens.
+"""Sampling temperature of the demo: at 0.7 two of the small model's 64 answers do not stop by themselves, and half have
+at most 151 tokens.
 """
 
 LIVE = "about 3 minutes on two idle cores: 1 to start a service, 2 for both runs"
@@ -67,7 +67,9 @@ def command(replay, out, config, as_json):
 
 
 def _roll_out(file, out: Path) -> None:
-    """Rolls the prompts out in both runs, on a service of this command; the files go to `out`."""
+    """Rolls out the prompts in both runs, on a service of this command, and writes the files to `out`. Raises Failed
+    after Ctrl-C.
+    """
     from tailrace.app.cli import version
     from tailrace.app.cluster import service
     from tailrace.app.files.prompts import read_prompts
@@ -122,7 +124,7 @@ def _print(figures: dict, drawn: Path, following: tuple) -> None:
 
 
 def _program() -> str:
-    """Returns the command as a shell here finds it: by its name, or by its path from this folder."""
+    """Returns the command as a shell can run it: its name, or its path relative to the current folder."""
     ours = Path(sys.executable).parent / "tailrace"
     if shutil.which("tailrace") == str(ours) or not ours.exists():
         return "tailrace"

@@ -1,4 +1,4 @@
-"""`tailrace fuzz --engine`: a real engine under odd requests among healthy ones; exit 1 if it does not hold."""
+"""`tailrace fuzz --engine`: a real engine under odd requests among healthy ones; exit 1 if a check fails."""
 
 import json
 from functools import partial
@@ -14,7 +14,9 @@ DRAFTS = {"method": "group", "draft_tokens": 4}
 
 
 def fuzz_engine(seed: int, minutes: float, given: tuple[str, ...], as_json: bool, model: str = "demo") -> None:
-    """Fuzzes an engine for some minutes, or runs the `given` requests (JSON each) in one round, and prints a report."""
+    """Fuzzes an engine for some minutes, or runs the `given` requests (JSON each) in one round, and prints a report.
+    Raises Failed if there are problems.
+    """
     from tailrace.app.model import resolve_model
     from tailrace.lab.fuzz.engine.engine_campaign import engine_campaign
     from tailrace.lab.fuzz.engine.hosted import HostedEngine
@@ -41,7 +43,7 @@ def fuzz_engine(seed: int, minutes: float, given: tuple[str, ...], as_json: bool
 
 
 def _request(text: str) -> dict:
-    """Returns a request given as JSON, or as the path of a file of it. Raises BadInput, one line."""
+    """Returns a request that is given as JSON, or as the path of a file of JSON. Raises BadInput, one line."""
     from tailrace.lab.fuzz.engine.grammar import WAYS
 
     try:

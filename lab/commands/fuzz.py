@@ -39,11 +39,12 @@ def command(seeds, first, kinds, always, workers, out, exactness, shorten, engin
     """Run the real coordinator, engine loops and client over simulated engines, with faults by seed.
 
     Each seed is one history: replicas die, hang and lie, drivers vanish, coordinators restart, weights change. Every
-    token is checked, every batch must end, and nothing may be left over. A share of the seeds has worlds besides, such
-    as quotas, batches that grow and little KV, each with laws of its own.
+    token is checked, every batch must end, and nothing may be left over. Some seeds have worlds too, such as quotas,
+    batches that grow and little KV; each world has its own laws.
 
-    With --engine: requests whose fields are usual, edge and absurd values go to a real engine for some minutes, among
-    healthy ones. Each is answered or refused in time, the engine lives, and the healthy ones have the same tokens.
+    With --engine, odd requests go to a real engine for some minutes, among healthy ones. The fields of odd requests
+    have usual, edge and absurd values. Each request must be answered or refused in time, the engine must live, and
+    healthy requests must get the same tokens as without odd ones.
     """
     _check_options(engine)
     if engine:
@@ -68,7 +69,7 @@ def command(seeds, first, kinds, always, workers, out, exactness, shorten, engin
 
 
 def _kinds(kinds: str | None, always: str) -> tuple[str, ...]:
-    """Returns the kinds of faults, oddities and worlds of a run."""
+    """Returns the kinds of faults, oddities and worlds of a run. Raises BadInput for an unknown kind."""
     from tailrace.lab.fuzz.faults import KINDS
     from tailrace.lab.fuzz.odd.plan import ODDITIES
     from tailrace.lab.fuzz.worlds.plan import ALWAYS, WORLDS
@@ -85,11 +86,11 @@ def _kinds(kinds: str | None, always: str) -> tuple[str, ...]:
 
 OF_SEEDS = ("seeds", "first", "kinds", "always", "workers", "out", "exactness", "shorten")
 OF_ENGINE = ("minutes", "seed", "requests")
-"""Options of a run without and with --engine, by their names in `command`."""
+"""Options of a run without --engine, and of a run with it, by their names in `command`."""
 
 
 def _check_options(engine: bool) -> None:
-    """Raises BadInput for an option that this kind of run does not have: it would be ignored."""
+    """Raises BadInput for an option that this kind of run does not have and would ignore."""
     context = click.get_current_context()
     for name in OF_SEEDS if engine else OF_ENGINE:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
@@ -98,7 +99,7 @@ def _check_options(engine: bool) -> None:
 
 
 def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | None, exactness: str) -> dict:
-    """Runs the seeds that are not in `out` yet. Returns the report of all of them."""
+    """Runs the seeds that are not in `out` yet. Returns the report of all `seeds`."""
     from tailrace.lab.fuzz.campaign import campaign
     from tailrace.lab.fuzz.outcomes_file import OutcomeLine, OutcomesFile, code_digest
 
@@ -121,7 +122,7 @@ def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | 
 
 
 def _report(lines: list) -> dict:
-    """Returns the sums of all outcomes, a list of OutcomeLine."""
+    """Returns the sums over all outcomes. `lines`: a list of OutcomeLine."""
     faults: Counter[str] = Counter()
     for line in lines:
         faults.update(line.faults)

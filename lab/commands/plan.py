@@ -12,7 +12,8 @@ from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
 from tailrace.lab.commands.simulate import TRACE_CLUSTER, TRACES
 
 MOST_DRAFTS = 16
-"""Draft tokens of a step that the bounds allow for: the maximum of `goodput`, the default drafting policy."""
+"""Maximum number of draft tokens of a step that the bounds allow for: that of `goodput`, the default drafting policy.
+"""
 
 
 @click.command()
@@ -30,8 +31,9 @@ MOST_DRAFTS = 16
 def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json):
     """Say which parallelism to run: seconds of a step for every way to divide the GPUs into replicas.
 
-    Seconds are lower bounds by work, by the longest sample and by memory; work + longest is what is reachable without
-    knowledge of lengths, and the best way has the least. The file of --out has the best way that the service can run.
+    Seconds are lower bounds by work, by the longest sample and by memory. The sum of work and longest is reachable
+    without knowledge of lengths, and the best way has the smallest sum. The file of --out has the best way that the
+    service can run.
     """
     from tailrace.lab.simulator.planned_service import MARK, planned_file
     from tailrace.lab.simulator.priced_parallelism import best, own_size
@@ -59,7 +61,9 @@ def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json)
 
 
 def _workload(workload: str, cluster: str | None, tokenizer: str, seeds: int):
-    """Returns the set-up, and the groups of one step for each draw. A trace is one draw, with its own prompts."""
+    """Returns the set-up, and the groups of one step for each draw. A trace is one draw, with its own prompts. Raises
+    BadInput.
+    """
     from tailrace.lab.commands.simulate import load_setup, trace_setup
     from tailrace.lab.simulator.scenario import Known
 
@@ -75,7 +79,7 @@ def _workload(workload: str, cluster: str | None, tokenizer: str, seeds: int):
 
 
 def _changed(scenario, given: dict):
-    """Returns the set-up with what the options give. Raises BadInput for names that the step model does not have."""
+    """Returns the set-up with the values of the options. Raises BadInput for names that the step model does not have."""
     from tailrace.lab.simulator.hardware import GPUS, MODELS, nearest
     from tailrace.lab.simulator.scenario import Known
 
@@ -101,8 +105,8 @@ def _ways(scenario, draws: Sequence):
 
 
 def _result(scenario, ways: Sequence, chosen: dict, seeds: int) -> dict:
-    """Returns every way, and the chosen ones: `best`, `served`, the best that the service can run, and `own`, the
-    set-up's; None where none fits.
+    """Returns every way, and the chosen ones. `best`: the way with the smallest sum. `served`: the best way that the
+    service can run. `own`: the set-up's way. A chosen way is None if none fits.
     """
     names = ("model", "gpu", "gpus")
     return {
@@ -163,7 +167,7 @@ def _print(result: dict, out: Path | None) -> None:
 
 
 def _said(one: dict | None, own: dict | None) -> str:
-    """Returns a way in words, with its gain over the set-up's own."""
+    """Returns a way in words, with its gain over the set-up's own way."""
     if one is None:
         return "none fits"
     said = f"TP {one['tensor']}, EP {one['expert']}: {one['replicas']} replica(s) of {one['gpus_per_replica']} GPU(s)"

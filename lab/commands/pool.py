@@ -1,4 +1,4 @@
-"""`tailrace pool verify` and `pool chaos`: rollouts that check the KV pool's clean-up, and its failures."""
+"""`tailrace pool verify` and `pool chaos`: rollouts that check the clean-up and the failures of the KV pool."""
 
 import json
 from pathlib import Path

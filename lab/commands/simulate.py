@@ -18,20 +18,22 @@ from tailrace.lab.report.document import PAGE
 SIMULATION = OutputKind("a file of `simulate --out`", (b'{"workload": "',), (b'"systems": {',))
 
 CONFIGURED = "config"
-"""The name of the system whose policies the configuration names."""
+"""Name of the system whose policies the configuration names."""
 
 TRACES = (".jsonl", ".gz")
 """Suffixes of workloads that are recorded rollouts."""
 
 TRACE_CLUSTER = "das-7b-16k"
-"""Cluster for traces: one node, a replica on each GPU."""
+"""Name of the set-up whose cluster traces run on: one node, a replica on each GPU."""
 
 SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound", "of work + longest", "of clairvoyant")
-"""Columns of the table, which fit a terminal; the last is there with `clairvoyant`. The JSON and the page have all."""
+"""Columns of the table, which fit a terminal. The last one is there only if `clairvoyant` is compared. The JSON and the
+page have all columns.
+"""
 
 
 class ExtraSystems(NamedTuple):
-    """Systems beyond the product's own. `systems`: by name, each with an `about`; `run` simulates one of them."""
+    """Systems beyond the product's own. `systems`: by name, each with an `about`. `run`: simulates one of them."""
 
     systems: Mapping[str, Any]
     run: Callable | None = None
@@ -63,9 +65,10 @@ NO_EXTRA = ExtraSystems({})
 def command(**options):
     """Roll out a paper's workload by several systems on a modelled cluster, with the live decision code.
 
-    Ratios are to the first system, seed by seed: [mean, min, max]. `config` names the policies of --config.
-    Of recorded rollouts the last checkpoint is rolled out, with the earlier ones as history. With `--acceptance replay`
-    every draft is really made and compared, which takes 0.1 to 0.2 ms of real time per verification.
+    Ratios are to the first system, seed by seed: [mean, min, max]. The system `config` has the policies of --config. If
+    the workload is recorded rollouts, their last checkpoint is rolled out, and the earlier ones are history. With
+    `--acceptance replay` every draft is really made and compared, which takes 0.1 to 0.2 ms of real time per
+    verification.
     """
     run(NO_EXTRA, **options)
 
@@ -74,7 +77,7 @@ def run(
     extra: ExtraSystems, *, workload, acceptance, cluster, tokenizer, compare, config, seeds, steps, scale, account,
     check, report, out, listing, as_json,
 ):  # fmt: skip
-    """Run the command, with `extra` systems besides the product's own."""
+    """Runs the command, with `extra` systems besides the product's own. Raises BadInput."""
     from tailrace.lab.simulator.report import ratios
 
     trace = Path(workload) if workload.endswith(TRACES) else None
@@ -117,7 +120,7 @@ def load_setup(name: str, option: str = "--workload"):
 
 
 def _papers(scenario, steps: int) -> Callable:
-    """Returns the function that makes the set-up of a seed."""
+    """Returns a function that makes the set-up of a seed."""
     from tailrace.lab.simulator.systems import Setup
 
     return lambda seed: Setup.of(scenario, seed, steps)
@@ -130,7 +133,9 @@ def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str
 
 
 def trace_setup(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str):
-    """Reads the first `scale` of a trace's prompts onto the set-up's cluster. Raises BadInput."""
+    """Returns the set-up of a trace on the scenario's cluster. `scale`: share of the prompts that are read, the first
+    ones. Raises BadInput.
+    """
     from tailrace.app.files.traces import read_trace
 
     lines = read_trace(trace)
@@ -170,7 +175,7 @@ def _configured(config: Path):
     from tailrace.lab.simulator.systems import System
 
     policies = load_config(config).application.policies.model_dump()
-    del policies["chunking"]  # sized for this machine's models; the workload has its own, and its own draft methods
+    del policies["chunking"]  # sized for this machine's models; the workload has its own chunks and draft methods
     racing = policies.pop("racing")["type"]
     if racing not in ("off", "fastest_of_n"):
         raise BadInput(f"--compare {CONFIGURED}: races by the workload's methods only, with fastest_of_n, not {racing}")
@@ -191,8 +196,8 @@ def _check_methods(scenario, systems: dict, extra: ExtraSystems, trace: Path | N
 def _run(
     scenario, setup_of, systems: dict, extra: ExtraSystems, seeds: int, steps: int, check: bool, spans: int
 ) -> tuple[dict, dict]:
-    """Returns summaries of every system by seed, and the first seed's runs. `spans`: number of seeds that record
-    them.
+    """Returns the summaries of every system by seed, and the runs of the first seed. `spans`: number of seeds whose
+    runs record spans.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""`tailrace soak`: exit 0 when nothing was lost or wrong under an hour of random faults, 1 otherwise."""
+"""`tailrace soak`: an hour of random faults; exit 0 if nothing was lost or wrong, 1 otherwise."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ REPORT = OutputKind("the report of a soak", (b'{"seconds": ',), (b'"strikes": ['
 def command(minutes, seed, kinds, gap_s, prompts, config, out, as_json):
     """Disturb a real service at random for an hour, and compare every token with undisturbed references.
 
-    A trainer updates weights between its batches, an evaluator's batches cross the updates. Ctrl-C ends it with the
-    report so far.
+    A trainer updates weights between its batches; the batches of an evaluator run across the updates. Ctrl-C ends the
+    soak with the report so far.
     """
     file = load_config(config)
     groups = _prompts(prompts)
@@ -70,7 +70,7 @@ def _prompts(path: Path) -> list:
 
 
 def _output_files(out: Path) -> tuple[OutputFile, OutputFile]:
-    """Returns the files of the report and its page."""
+    """Returns the files of the report and of its page."""
     from tailrace.lab.report.document import PAGE
 
     output_folder(out, "--out")

@@ -27,7 +27,7 @@ def command(run, out, as_json):
     """Draw a recorded run: replicas as rows, with samples, moves and won races over time.
 
     RUN is a file of `rollout --journal`, plain or gzipped. Without --out only the figures are shown. x.perfetto.json is
-    for Perfetto (ui.perfetto.dev) or its trace processor: chunks with their drafts and KV, in reach of SQL.
+    for Perfetto (ui.perfetto.dev) or its trace processor, where SQL can query chunks with their drafts and KV.
     """
     from tailrace.lab.timeline.figures import figures
     from tailrace.lab.timeline.record import record
@@ -53,7 +53,7 @@ def command(run, out, as_json):
 
 
 def _lines(run: Path) -> Iterator[str]:
-    """Yields the lines of the journal, with a bar on a terminal. Raises BadInput if it cannot be read."""
+    """Yields the lines of the journal, with a bar on a terminal. Raises BadInput if the journal cannot be read."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -70,7 +70,7 @@ def _lines(run: Path) -> Iterator[str]:
 
 
 def _kind(out: Path | None):
-    """Returns the kind of a drawing, by its name, or None without one."""
+    """Returns the kind of a drawing by the name of its file, or None without a file."""
     if out is None:
         return None
     if out.suffix == ".html":

@@ -1,6 +1,6 @@
-"""`tailrace verify`: exit 0 when scheduling changed no token, 1 with sample and position when it did.
+"""`tailrace verify`: exit 0 if scheduling changed no token, 1 with sample and position if it changed one.
 
-At exactness `law` tokens that part are counted, and exit 1 is for all else.
+At exactness `law` tokens that differ are counted, and only other differences lead to exit 1.
 """
 
 import json
@@ -50,7 +50,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
             corrupted, as_json):  # fmt: skip
     """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no stale KV is read.
 
-    The whole check takes about half an hour on two cores, mainly for decoding; fewer or shorter samples take less.
+    The whole check takes about half an hour on two cores, mainly for decoding. Fewer or shorter samples take less.
     """
     _refuse_options_of_the_other_certificate(click.get_current_context(), train)
     file = _at_level(load_config(config), exactness, dtype)
@@ -94,7 +94,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
 
 
 OF_TOKENS = ("prompts", "samples", "max_tokens", "seed", "kv_on_update", "only", "names", "exactness", "dtype")
-"""Options of the certificate of tokens only."""
+"""Names of options that only the certificate of tokens has."""
 
 
 def _refuse_options_of_the_other_certificate(context: click.Context, train: bool) -> None:
@@ -106,7 +106,7 @@ def _refuse_options_of_the_other_certificate(context: click.Context, train: bool
 
 
 def _at_level(file: ServeFile, exactness: str | None, dtype: str | None) -> ServeFile:
-    """Returns the configuration with the level and the type that were given. Raises BadInput if it cannot have them."""
+    """Returns the configuration with the given exactness and dtype. Raises BadInput if the engine cannot have them."""
     changes = {name: value for name, value in (("exactness", exactness), ("dtype", dtype)) if value is not None}
     engine = file.application.args.engine
     try:
@@ -117,7 +117,9 @@ def _at_level(file: ServeFile, exactness: str | None, dtype: str | None) -> Serv
 
 
 def _chosen(names: tuple[str, ...], engine: EngineConfig) -> list:
-    """Returns the runs with these names, after their references; all that the engine can have if none is named."""
+    """Returns the runs with these names, after their references; without names all runs that the engine can have.
+    Raises BadInput for a run that is unknown or that the engine cannot have.
+    """
     from tailrace.lab.verification.runs import RUNS
 
     known = [run.name for run in RUNS]
@@ -141,7 +143,7 @@ def _unfit(run, engine: EngineConfig) -> str | None:
 
 
 def _update(file, batch, kv_on_update, say) -> dict:
-    """Returns the update certificate, over a change to weights made from the configured ones."""
+    """Returns the update certificate, over a change to weights that are made from the configured ones."""
     import tempfile
 
     from tailrace.app.model import perturbed, resolve_model

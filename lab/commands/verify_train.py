@@ -13,7 +13,10 @@ SIZE = {"groups": 3, "samples": 4, "max_tokens": 48}
 
 
 def verify_train(file: ServeFile, steps: int, corrupted: bool, as_json: bool, say: Callable[[str], None]) -> None:
-    """Trains the configured model twice and compares. `corrupted`: the second time in a wrong order of gradients."""
+    """Trains the configured model twice, and prints the comparison. Raises Failed if a run differs or lacks something.
+
+    `corrupted`: the second run adds gradients in a wrong order, which the comparison must find.
+    """
     from tailrace.lab.training_certificate.runs import measure, training
 
     config = training(file.application.args.engine.model, steps, **SIZE)

@@ -1,1 +1,1 @@
-"""One command a file; `tailrace bench NAME` loads it."""
+"""Commands of `tailrace bench`. `bench` has the group and the short commands; each longer one has a module."""

@@ -44,12 +44,13 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
               show_default="serve.http.yaml", help="With --live: its model, pool and gateway.")  # fmt: skip
 @AS_JSON
 def command(trace, sizes, sessions, gap_cap, live, as_json, **more):
-    """Sessions of agents on modelled replicas: trajectories an hour, by how much KV there is. Two minutes.
+    """Measure trajectories an hour of recorded agent sessions on modelled replicas, by the size of the KV. Two minutes.
 
-    `sticky`: each session on one replica, by hash. `prefix`: the replica with the longest cached prefix, else the
-    least loaded one. `round_robin_pool`: any replica, with KV from a shared pool.
+    `sticky`: each session stays on one replica, chosen by hash. `prefix`: the replica with the longest cached prefix,
+    else the least loaded one. `round_robin_pool`: any replica, with KV from a shared pool.
 
-    With --live the same sessions, scaled down, are played over HTTP; about ten minutes. `sticky` is two `vllm serve`.
+    With --live the same sessions, scaled down, are played over HTTP on real engines, in about ten minutes. `sticky` is
+    then two `vllm serve`.
     """
     names = (sizes or ("all,half" if live else "plenty,all,half,quarter")).split(",")
     from tailrace.lab.benchmarks.control_plane.agents import SIZES

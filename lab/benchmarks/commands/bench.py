@@ -1,4 +1,4 @@
-"""`tailrace bench ...`: benchmarks that can be run again."""
+"""`tailrace bench ...`: the group of all benchmarks, and its short commands."""
 
 import json
 import re
@@ -34,7 +34,9 @@ from tailrace.lab.benchmarks.commands.windows import command as windows
 PRIOR = OutputKind("a file of `bench drafts --fit`", (b'{"mean": ',), (b'"inner": ',))
 
 LEAST_LENGTH, MOST_LENGTH = 64, 8064
-"""Two blocks of KV, of which one is always computed again, and what the models of `bench kvpool` can hold."""
+"""Minimum and maximum context length in tokens: two blocks of KV, one of which is always computed again, and what the
+models of `bench kvpool` can hold.
+"""
 
 WORDS_AND_MARKS = re.compile(r"\w+|[^\w\s]")
 
@@ -79,7 +81,7 @@ command.add_command(windows)
 @click.option("--replicas", type=click.IntRange(min=1), default=512, show_default=True)
 @AS_JSON
 def scheduler(requests, replicas, as_json):
-    """Decisions a second of the rollout core, and how their cost grows."""
+    """Measure the decisions a second of the rollout core, and how the cost of a decision grows."""
     from tailrace.lab.benchmarks.control_plane.scheduler import measure
 
     print_result(measure(requests, replicas), as_json)
@@ -94,7 +96,7 @@ def scheduler(requests, replicas, as_json):
 )
 @AS_JSON
 def simulator(samples, replicas, tokens, drafting, as_json):
-    """Seconds and memory of a large simulation, and the cost of an event there over that in a small one."""
+    """Measure seconds and memory of a large simulation, and the cost of its events relative to a small one."""
     from tailrace.policies.families.registry import Policies
 
     try:
@@ -114,7 +116,7 @@ def simulator(samples, replicas, tokens, drafting, as_json):
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="With --triton: of the rows.")
 @AS_JSON
 def sampler(triton, rows, seed, as_json):
-    """Milliseconds a row of the exact sampling kernel, beside plain torch."""
+    """Measure milliseconds a row of the exact sampling kernel, beside plain torch."""
     if triton:
         from tailrace.lab.benchmarks.engine.sampler_triton import measure as compare
 
@@ -138,7 +140,7 @@ def sampler(triton, rows, seed, as_json):
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
 def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, drafts, plot, repeats, config, as_json):
-    """Replay real rollouts on two replicas: static groups against the configured policies, without drafts."""
+    """Replay real rollouts on two replicas: static groups against chunks in Seer's order, both without drafts."""
     picture = _picture(plot, drafts)
     from tailrace.app.files.traces import read_trace, replay_groups
     from tailrace.app.model import resolve_model
@@ -165,7 +167,7 @@ def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, drafts, plot
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="The best of each counts.")
 @AS_JSON
 def kvpool(lengths, repeats, as_json):
-    """Move a sample's KV between two engines: against staying, computing it again, memcpy and a loopback socket."""
+    """Move a sample's KV between two engines, and compare with staying, recomputing, memcpy and a loopback socket."""
     wanted = _lengths(lengths)
     from tailrace.lab.benchmarks.pool.kvpool import measure, tables
 
@@ -201,7 +203,10 @@ def _picture(plot: Path | None, drafts: bool) -> OutputFile | None:
 @click.option("--tokenizer", help="A model's folder, or demo: lengths in its tokens, else in words and marks.")
 @AS_JSON
 def lengths(trace, samples, max_tokens, tokenizer, as_json):
-    """Who has most left to make, by every length policy: the last checkpoint of a trace, with the others as history."""
+    """Measure how well each length policy predicts which samples have most tokens left.
+
+    The last checkpoint of a trace is replayed. The earlier ones are its history.
+    """
     from tailrace.app.files.traces import read_trace
 
     lines = read_trace(trace)
@@ -211,7 +216,7 @@ def lengths(trace, samples, max_tokens, tokenizer, as_json):
 
 
 def _counter(tokenizer: str | None) -> Callable[[str], int]:
-    """How many tokens a text has."""
+    """Returns a function that counts the tokens of a text; without a tokenizer, its words and marks."""
     if tokenizer is None:
         return lambda text: len(WORDS_AND_MARKS.findall(text))
     from tailrace.app.model import resolve_model
@@ -231,7 +236,7 @@ def _counter(tokenizer: str | None) -> Callable[[str], int]:
 @click.option("--prior", type=click.Path(exists=True, path_type=Path), help="Begin with this file of --fit.")
 @AS_JSON
 def drafts(trace, tokenizer, ablation, fit, prior, as_json):
-    """Tokens per verification that the draft index brings, beside Arctic's rule; what its service takes and gives."""
+    """Measure tokens per verification with the draft index, beside Arctic's rule, and the speed of the group context."""
     from tailrace.app.files.traces import read_trace
     from tailrace.app.model import resolve_model
 
@@ -267,7 +272,9 @@ def drafts(trace, tokenizer, ablation, fit, prior, as_json):
 @click.option("--profile", type=click.Path(path_type=Path), default=None, help="A file of `tailrace profile --out`.")
 @AS_JSON
 def budgets(trace, tokenizer, prompts, running, profile, as_json):
-    """Every draft budget on one modelled replica: its own drafting code over recorded rollouts, no engine, no noise."""
+    """Compare draft budgets on one modelled replica: the engine's own drafting code over recorded rollouts, without
+    noise.
+    """
     from tailrace.app.files.traces import read_trace
     from tailrace.app.model import resolve_model
 

@@ -1,4 +1,4 @@
-"""`tailrace bench calibrate`: what the simulator says of this machine, beside what happens on it."""
+"""`tailrace bench calibrate`: the simulator's prediction for this machine, beside what is measured on it."""
 
 import json
 from pathlib import Path
@@ -25,11 +25,10 @@ from tailrace.app.strict_json import parse_object
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, config, profile, as_json):
-    """Roll out a replayed workload live and simulated, under three policies that take turns; about
-    half an hour.
+    """Roll out a replayed workload live and simulated, under three policies that take turns; about half an hour.
 
-    `error` is what was simulated over what was measured, less 1: of the makespan, and of the time that the last 10 %
-    of the samples take.
+    `error`: the simulated value over the measured one, less 1. It is given for the makespan, and for the time that the
+    last 10 % of the samples take.
     """
     file, known = load_config(config), None if profile is None else _profile(profile)
     from tailrace.app.files.traces import read_trace, replay_groups
@@ -53,7 +52,9 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats,
 
 
 def _check_fit(groups, max_model_len: int) -> None:
-    """A live sample that meets the end of the model's context ends there; a simulated one does not."""
+    """Raises BadInput if a sample does not fit into the model's context: a live sample would end there, a simulated one
+    would not.
+    """
     for group in groups:
         longest = len(group.token_ids) + max(map(len, group.forced_token_ids)) + 1
         if longest > max_model_len:

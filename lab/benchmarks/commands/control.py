@@ -1,4 +1,4 @@
-"""`tailrace bench control`: what the control plane carries."""
+"""`tailrace bench control`: the cost of the control plane's calls, decisions, keys and messages."""
 
 import json
 
@@ -11,10 +11,11 @@ import click
 @click.option("--samples", type=click.IntRange(min=1_024), default=16_384, show_default=True, help="Of the core.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(calls, keys, samples, as_json):
-    """Microseconds of calls, decisions, keys and messages: Serve, an actor, the pool's master, the core, ZeroMQ.
+    """Measure microseconds of calls, decisions, keys and messages: Serve, an actor, the pool's master, the core,
+    ZeroMQ.
 
-    Engines that do nothing stand behind a real Serve application; about two minutes. docs/measurements/scale.md reckons
-    with it.
+    The engines behind a real Serve application do nothing. About two minutes. docs/measurements/scale.md uses the
+    figures.
     """
     from tailrace.lab.benchmarks.control_plane.control import measure
 

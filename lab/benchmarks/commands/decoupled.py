@@ -22,10 +22,11 @@ from tailrace.lab.demo import PROMPTS
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(drafter, prompts, samples, max_tokens, window, config, as_json):
-    """Coupled and decoupled drafting, with the samples' own noise and other noise; about two minutes on two cores.
+    """Compare coupled and decoupled drafting, with the samples' own noise and with other noise; about two minutes on
+    two cores.
 
-    `acceptance`: of a draft token, all before it being right. `tokens_s`: of each sample; `error`: what the planner
-    predicts from both engines' step times over what was measured, less 1.
+    `acceptance`: chance that a draft token is right if all before it are. `tokens_s`: tokens a second of each sample.
+    `error`: what the planner predicts from the step times of both engines, over what was measured, less 1.
     """
     file = load_config(config)
     wanted = read_prompts(prompts, {"samples": 1, "max_tokens": max_tokens})

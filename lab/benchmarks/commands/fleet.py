@@ -22,9 +22,10 @@ PROFILED = OutputKind("a profile of `bench fleet`", (b"{",), (b"fleet_coordinato
 @click.option("--profile", type=click.Path(path_type=Path), help="A file for cProfile, of the coordinator's loop.")
 @AS_JSON
 def command(replicas, running, seconds, speed, past, profile, as_json):
-    """Share of a core, delays and memory of the real coordinator over the real wire, with modelled engines.
+    """Measure the real coordinator's share of a core, delays and memory over the real wire, with modelled engines.
 
-    Answers of 20,000 tokens at 50 tokens/s, groups of 16, chunks of 8,192. docs/measurements/scale.md reckons with it.
+    Answers have 20,000 tokens at 50 tokens/s, groups have 16 samples, chunks 8,192 tokens. docs/measurements/scale.md
+    uses the figures.
     """
     file = OutputFile.of(profile, "--profile", PROFILED)
     from tailrace.lab.benchmarks.control_plane.fleet import measure

@@ -31,9 +31,11 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 )
 @AS_JSON
 def command(requests, max_tokens, running, temperature, repeats, config, as_json):
-    """Completions over HTTP, all open at once: our gateway and `vllm serve`, on one engine of a tiny random model.
+    """Compare completions over HTTP, all open at once: our gateway and `vllm serve`, each with one engine of a tiny
+    random model.
 
-    The same client, bodies and engine settings, without drafts; both servers run, and take turns. About three minutes.
+    Both get the same client, bodies and engine settings, without drafts. Both servers run throughout, and take turns.
+    About three minutes.
     """
     file = load_config(config)
     from tailrace.lab.benchmarks.http.http import HttpLoad, measure

@@ -1,4 +1,4 @@
-"""`tailrace bench ladder`: what each draft method gains on this machine, by how often its drafts are right."""
+"""`tailrace bench ladder`: the gain of each draft method on this machine, by the share of its drafts that are right."""
 
 import json
 import tempfile
@@ -15,10 +15,10 @@ LADDER = OutputKind("a file of `bench ladder --out`", (b'{"ladders": ',))
 
 FILE = click.Path(path_type=Path)
 MODEL = "model"
-"""The method that a draft model is."""
+"""Name of the method whose drafts are a draft model's."""
 
 PROMPTS = 20
-"""Of a trace: two samples of each give a mean within 0.03."""
+"""Number of prompts that are read from a trace: two samples of each give a mean within 0.03."""
 
 
 @click.command()
@@ -37,8 +37,8 @@ PROMPTS = 20
 def command(config, profile, drafter, drafter_profile, acceptance, trace, out, plot, as_json):
     """Profile the draft methods over acceptance rates, without the target's tokens (SpecActor 4.2).
 
-    Costs are this machine's. About a minute for each engine that has no profile yet. The first choice is the one method
-    for all samples as a step starts, on a full engine.
+    Costs are measured on this machine, in about a minute for each engine that has no profile yet. The first choice is
+    the best single method for all samples when a step starts.
     """
     read = {"--config": config, "--profile": profile, "--drafter-profile": drafter_profile, "--trace": trace}
     check_apart({"--out": out, "--plot": plot}, read)
@@ -83,7 +83,9 @@ def _rates(given: tuple[str, ...]) -> dict[str, float]:
 
 
 def _model_rate(drafter: str | None, profile: Path | None, rates: dict[str, float]) -> float | None:
-    """How often a draft model is right: as given, or as `distill-drafter` has measured. None: there is no model."""
+    """Returns the share of a draft model's tokens that are right, as given or as `distill-drafter` has measured it;
+    None without a model. Raises BadInput if the share is unknown.
+    """
     if drafter is None and profile is None:
         return None
     if MODEL in rates:
@@ -98,7 +100,7 @@ def _model_rate(drafter: str | None, profile: Path | None, rates: dict[str, floa
 
 
 def _rollouts(trace: Path, engine) -> list:
-    """Of the first PROMPTS prompts."""
+    """Returns the rollouts of the trace's first PROMPTS prompts."""
     from tailrace.app.files.traces import read_trace
     from tailrace.app.model import resolve_model
     from tailrace.deployments.batches.prompts import Prompts
@@ -116,7 +118,7 @@ def _profiles(rollouts: list) -> dict[str, tuple[float, ...]]:
 
 
 def _cost(engine, profile: Path | None):
-    """What a step of this many tokens costs: of a file, or of an engine that is started and profiled."""
+    """Returns the cost of a step by its number of tokens: from a file, or from an engine that is started and profiled."""
     from tailrace.lab.benchmarks.drafting.budgets import cost_of
 
     if profile is not None:

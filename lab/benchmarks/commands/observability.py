@@ -1,4 +1,4 @@
-"""`tailrace bench observability`: metrics, traces and a board on against off, for the coordinator and for an engine."""
+"""`tailrace bench observability`: the cost of metrics, traces and a board, for the coordinator and for an engine."""
 
 import click
 
@@ -19,10 +19,11 @@ CHUNK_TOKENS = 64
 @click.option("--steps", type=click.IntRange(min=8), default=300, show_default=True, help="With vLLM's own figures.")
 @AS_JSON
 def command(part, replicas, running, speed, pairs, every_group, rounds, steps, as_json):
-    """Shares that metrics, traces and a board add to the coordinator's loop and an engine's step, in one run each.
+    """Measure the shares that metrics, traces and a board add to the coordinator's loop and to an engine's step.
 
-    The real coordinator over a modelled fleet as in `bench fleet`, and one engine with the demo model. A collector's
-    process takes the spans. vLLM's own figures are measured too: the service leaves them off.
+    Coordinator and engine are each measured with and without them in one run. The real coordinator serves a modelled
+    fleet as in `bench fleet`; the engine has the demo model. A collector's process takes the spans. vLLM's own figures
+    are measured too; the service leaves them off.
     """
     from tailrace.app.model import resolve_model
     from tailrace.lab.benchmarks.control_plane.fleet import one

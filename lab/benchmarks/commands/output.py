@@ -13,7 +13,9 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object,
 
 
 def picture_file(plot: Path | None) -> OutputFile | None:
-    """The file of --plot, or None without one. Raises BadInput."""
+    """Returns the file of --plot, or None without one. Raises BadInput for another suffix than .png, .svg and .pdf, and
+    if the file cannot be written or holds something else.
+    """
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise BadInput(f"--plot {plot}: give a path that ends in .png, .svg or .pdf")
     return OutputFile.of(plot, "--plot", PICTURE)
@@ -24,7 +26,7 @@ def say(text: str) -> None:
 
 
 def numbers(text: str, option: str, most: int) -> list[int]:
-    """The numbers of an option, in order. Raises BadInput unless all are from 1 to `most`."""
+    """Returns the numbers of an option, sorted. Raises BadInput unless all are from 1 to `most`."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:

@@ -1,4 +1,4 @@
-"""`tailrace bench overhead`: what Tailrace adds to a step of vLLM's engine."""
+"""`tailrace bench overhead`: the time that Tailrace adds to a step of vLLM's engine."""
 
 import json
 
@@ -15,10 +15,12 @@ MOST_SAMPLES = 512
 @click.option("--v2", is_flag=True, help="Also vLLM's second runner, its kernels interpreted: the host's time alone.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(samples, pool, v2, as_json):
-    """Milliseconds of a step of our engine beside stock vLLM's, drafts off, missing and hitting, and where ours go.
+    """Compare milliseconds of a step of our engine and of stock vLLM's, with drafts off, missing and hitting, and time
+    the parts of ours.
 
-    A random model of two layers with 49,152 tokens on one core. The engines take turns, a few steps each. Parts are
-    processor time of the step's thread, by timers around them. A few minutes, and 1 GiB of memory for each engine.
+    The model is random and has two layers and a vocabulary of 49,152 tokens; it runs on one core. The engines take
+    turns, a few steps each. Parts are processor time of the step's thread, by timers around them. A few minutes, and 1
+    GiB of memory for each engine.
     """
     counts = numbers(samples, "--samples", MOST_SAMPLES)
     from tailrace.app.model import resolve_model

@@ -17,7 +17,9 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, picture_file, print
 @click.option("--plot", type=click.Path(path_type=Path), default=None, help="A picture of all runs, .png or .svg.")
 @AS_JSON
 def command(workload, steps, seeds, scale, plot, as_json):
-    """Pipelines over training steps: barriers, a naive pipeline and HistoPipe's tiers, beside RhymeRL's claims."""
+    """Simulate pipelines over training steps: barriers, a naive pipeline and HistoPipe's tiers, beside RhymeRL's
+    claims.
+    """
     plot = picture_file(plot)
     from tailrace.lab.research.histopipe.bench import measure
     from tailrace.lab.simulator.scenario import load_scenario

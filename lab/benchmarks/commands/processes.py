@@ -1,4 +1,4 @@
-"""`tailrace bench processes`: what each process takes of a core."""
+"""`tailrace bench processes`: the share of a core that each process takes."""
 
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
 def command(seconds, idle, model, head, config, as_json):
-    """Shares of a core by process, ours and Ray's, while two replicas work and while nothing runs; three minutes."""
+    """Measure the shares of a core by process, ours and Ray's, while two replicas work and while nothing runs; three
+    minutes.
+    """
     file = load_config(config)
     from tailrace.lab.benchmarks.live.processes import measure
 

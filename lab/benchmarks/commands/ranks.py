@@ -9,7 +9,7 @@ from tailrace.app.errors import BadInput
 from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 
 RATES = (2e-5, 1e-6)
-"""Learning rates of deltas: that of examples/train.yaml, and the default."""
+"""Learning rates for which deltas are measured: that of examples/train.yaml, and the default."""
 
 USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart,fsdp2_2_http"
 
@@ -25,11 +25,11 @@ USUAL = "one,fsdp2_2,fsdp2_4,tensor_2,fsdp2_2_apart,fsdp2_2_http"
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
 def command(layouts, repeats, samples, model, deltas, link_mbit, link_ms, config, as_json):
-    """Update two replicas that decode from 1, 2 and 4 ranks that are processes: FSDP2 and tensor parallelism.
+    """Update two replicas that decode, from trainers of 1, 2 and 4 rank processes: FSDP2 and tensor parallelism.
 
-    `update_s`: until all replicas hold the version. `blocked_s`: until the slowest rank may change its tensors.
-    `paused_s`: an engine without a token. `link_bytes`: over the link of --link-mbit. `delta_share`: compressed XOR of
-    a step over all bytes. About ten minutes.
+    `update_s`: seconds until all replicas hold the version. `blocked_s`: seconds until the slowest rank may change its
+    tensors. `paused_s`: seconds in which an engine makes no token. `link_bytes`: bytes over the link of --link-mbit.
+    `delta_share`: bytes of a step's compressed XOR over all bytes. About ten minutes.
     """
     from tailrace.lab.benchmarks.live.rank_process import LAYOUTS
 

@@ -1,4 +1,4 @@
-"""`tailrace bench results`: the way of results to a driver."""
+"""`tailrace bench results`: the delivery of results to a driver."""
 
 import click
 
@@ -12,7 +12,10 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Of the long group.")
 @AS_JSON
 def command(model, samples, tokens, repeats, as_json):
-    """Seconds and memory of a step's results in a driver that keeps them; a long group's way, and the loop's hold."""
+    """Measure seconds and memory of a step's results in a driver that keeps them, and the delivery of a long group.
+
+    For the long group: milliseconds from its last chunk to the driver, and for which the coordinator's loop is held.
+    """
     from tailrace.app.model import resolve_model
 
     folder = str(resolve_model(model))

@@ -1,4 +1,4 @@
-"""`tailrace bench tail`: what freed replicas do, on two real ones, beside what an engineer would otherwise run."""
+"""`tailrace bench tail`: every tail policy on two real replicas, beside the usual baselines."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ SHARES = (
 )  # fmt: skip
 
 WIDTH = 100
-"""Minimum width of the table: on a narrower terminal lines wrap, and no number is cut."""
+"""Minimum width of the table in characters: on a narrower terminal lines wrap, and no number is cut."""
 
 
 @click.command("tail")
@@ -33,11 +33,11 @@ WIDTH = 100
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, only, config, as_json):
-    """Replay rollouts under every tail policy, beside static groups and samples sent whole, each without
-    drafts and with vLLM's suffix drafts, the latter also with ours.
+    """Replay rollouts under every tail policy, beside static groups and samples sent whole.
 
-    The last checkpoint of the trace is rolled out, the one before it is history. More than half an hour
-    for each repeat of all.
+    Both baselines run without drafts and with vLLM's suffix drafts; samples sent whole run with our drafts too. The
+    last checkpoint of the trace is rolled out, and the one before it is history. More than half an hour for each repeat
+    of all runs.
     """
     file = load_config(config)
     if not file.application.args.replicas.come_and_go:

@@ -25,7 +25,8 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, say
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
 def command(trace, groups, samples, max_tokens, shorten, steps, only, config, as_json):
-    """Train on recorded answers: static groups with a trainer that waits, TRL's own generation, and the modes here.
+    """Train on recorded answers: static groups with a trainer that waits, TRL's own generation, and the learner's
+    modes.
 
     Trainer and engines share the cores. About an hour for all modes on two cores.
     """
@@ -38,7 +39,7 @@ def command(trace, groups, samples, max_tokens, shorten, steps, only, config, as
     if unknown is not None:
         raise BadInput(f"--modes {unknown}: no mode is called so; known: {', '.join(NAMES)}")
     lines = read_trace(trace)
-    every = steps + 1 + MAX_STALENESS  # one warms up, and modes that are ahead begin others
+    every = steps + 1 + MAX_STALENESS  # one step warms up, and modes that are ahead begin MAX_STALENESS more
     wanted = groups * every
     if len(lines) < wanted:
         raise BadInput(f"{trace}: {len(lines)} prompts; {wanted} are needed, {groups} for each of {every} steps")
@@ -55,7 +56,9 @@ def command(trace, groups, samples, max_tokens, shorten, steps, only, config, as
 
 
 def _answers(file, lines, samples: int, max_tokens: int, shorten: int) -> dict:
-    """Recorded answers by the tokens of their prompt, as a trainer tokenizes it: bare text."""
+    """Returns the recorded answers by the tokens of their prompt, which is tokenized as bare text, as a trainer does.
+    Raises BadInput if a prompt has too few answers.
+    """
     from tailrace.app.files.traces import replay_groups
     from tailrace.app.model import resolve_model
     from tailrace.deployments.batches.prompts import Prompts
@@ -75,7 +78,7 @@ def _answers(file, lines, samples: int, max_tokens: int, shorten: int) -> dict:
 
 
 def _questions(file, lines, answers) -> Iterator[str]:
-    """Lines of the task, each with the recorded rewards of its answers."""
+    """Yields the lines of the task, each with the recorded rewards of its answers."""
     from transformers import AutoTokenizer
 
     from tailrace.app.model import resolve_model

@@ -1,4 +1,4 @@
-"""`tailrace bench turns`: samples of several turns with tools, held against each turn as a new request."""
+"""`tailrace bench turns`: samples of several turns with tools, held between turns or sent as new requests."""
 
 from pathlib import Path
 
@@ -31,10 +31,10 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
 def command(workload, seeds, scale, drafting, live, config, as_json, repeats, **sizes):
-    """Turns with tools between them: held samples against each turn as a new request.
+    """Compare samples that are held between turns with tools against each turn as a new request.
 
-    `recomputed_share`: of the context that turns begin with and that had been computed, the share that is computed
-    again. Simulated at the size of a cluster, in about five minutes; with --live on real replicas, in about as long.
+    `recomputed_share`: share of the context that had been computed before a turn begins and is computed again.
+    Simulated at the size of a cluster, in about five minutes; with --live on real replicas, in about as long.
     """
     result = _live(config, repeats, sizes) if live else _simulated(workload, seeds, scale, drafting)
     print_result(result, as_json)

@@ -16,8 +16,8 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, print_result, say
 def command(repeats, samples, config, as_json):
     """Update two replicas that decode, by folder and by memory; then kill one, at rest and in mid-update.
 
-    `trainer_blocked_s`: until the trainer may change its tensors. `engine_paused_s`: seconds without a token, by
-    replica. About four minutes.
+    `trainer_blocked_s`: seconds until the trainer may change its tensors. `engine_paused_s`: seconds without a token,
+    by replica. About four minutes.
     """
     file = load_config(config)
     from tailrace.lab.benchmarks.live.weights import measure

@@ -11,9 +11,10 @@ from tailrace.lab.benchmarks.commands.output import AS_JSON, numbers, print_resu
 @click.option("--tokens", type=click.IntRange(1, 512), default=128, show_default=True, help="Of a sample for flips.")
 @AS_JSON
 def command(samples, windows, tokens, as_json):
-    """What bits cost in bfloat16 on a CPU: a step in windows over one without, by samples and rows of a window.
+    """Measure the cost of exactness bits in bfloat16 on a CPU: a step with canonical windows over a step without them.
 
-    The demo model on one core. Flips are of 16 samples at once against one by one. About a quarter of an hour.
+    Costs are by number of samples and by rows of a window. The demo model runs on one core. Flips are counted between
+    16 samples at once and the same samples one by one. About a quarter of an hour.
     """
     counts, sizes = numbers(samples, "--samples", 256), numbers(windows, "--windows", 256)
     from tailrace.app.model import resolve_model

@@ -1,9 +1,9 @@
-"""One pipeline worker's continuous batch, which advances in closed form from one change of the batch to the next.
+"""The continuous batch of a pipeline's worker, which advances in closed form from one change of the batch to the next.
 
-With T tokens computed and C of context in a step and R tokens made by it, k steps take k seconds(T, C) +
-context_s R k^2 / 2; k need not be whole, so draft tokens count by their mean. Answers are admitted first come, first
-served while the KV of their whole length fits, as if lengths were known: no preemption. Who joins with tokens to
-compute holds up all. Invariant: tokens made are those by which answers grew. Driven by `pipeline`.
+A step computes T tokens over C tokens of context and makes R tokens. k steps take k seconds(T, C) + context_s R k^2 /
+2; k need not be whole, so draft tokens count by their mean. Answers are admitted first come, first served while the KV
+of their whole length fits, as if lengths were known, so no answer is preempted. An answer that joins with tokens to
+compute delays all others. Invariant: the tokens made are those by which answers grew. Driven by `PipelineHost`.
 """
 
 from collections import deque
@@ -18,8 +18,9 @@ from tailrace.lab.simulator.types import ReplicaModel
 
 
 class Drafts(NamedTuple):
-    """Drafts from history: an answer with any makes `tokens_per_step` (acceptance length) and computes `drafted` tokens
-    more per step, while at most `most_running` answers run."""
+    """Drafts from history. A step makes `tokens_per_step` tokens (acceptance length) of an answer that has them, and
+    computes `drafted` tokens more, while at most `most_running` answers run.
+    """
 
     tokens_per_step: float
     drafted: float
@@ -33,8 +34,9 @@ NO_DRAFTS = Drafts(1.0, 0.0, 0)
 class BatchAnswer:
     """One answer of `length` tokens, in ranking group `rank` of `step`. `drafted`: there is history to draft from.
 
-    `stop`: tokens at which it wants attention: its end, or where it becomes an outlier. `lane`: None unless it runs;
-    `entry`: of its next stop; `generated` is as of its last admission or stop.
+    `stop`: number of tokens at which the host must act: at the end of the answer, or where it becomes an outlier.
+    `lane`: number of its lane, None unless the answer runs. `origin`: see Lane. `entry`: entry of its next stop in the
+    lane. `generated`: number of tokens at its last admission or stop.
     """
 
     group_id: str
@@ -52,7 +54,7 @@ class BatchAnswer:
 
 
 class Lane:
-    """Answers of one pace: each has made `at` - origin tokens."""
+    """Running answers of one pace: each of them has made `at` - `origin` tokens."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -60,14 +62,16 @@ class Lane:
         self.stops: list[tuple[float, int, BatchAnswer]] = []
 
     def next_stop(self) -> float:
-        """Dead entries, of answers that have left or have another stop by now, go."""
+        """Returns the value of `at` at the next stop, or infinity. Removes entries of answers that have left or have
+        another stop by now.
+        """
         while self.stops and self.stops[0] is not self.stops[0][2].entry:
             heappop(self.stops)
         return self.stops[0][0] if self.stops else inf
 
 
 class AnswerBatch:
-    """`clock_s`: when everything is as it says. Answers without drafts run in lane 0, others in lane 1."""
+    """Running and waiting answers of a worker at `clock_s`. Answers without drafts run in lane 0, others in lane 1."""
 
     def __init__(self, model: ReplicaModel, drafts: Drafts):
         self.model, self.drafts = model, drafts
@@ -76,14 +80,14 @@ class AnswerBatch:
         self._lanes = (Lane(), Lane())
         self.running = 0
         self._context, self._reserved, self._serial = 0.0, 0, 0
-        self._steps_left = inf  # to the next stop, as of `due_s`
+        self._steps_left = inf  # steps to the next stop, set by `due_s`
         self._prompts: set[str] = set()
 
     def __len__(self) -> int:
         return self.running + len(self.waiting)
 
     def start(self, now: float) -> None:
-        """A new step of training begins on an idle worker."""
+        """Begins a new training step on an idle worker, whose prompts are then computed again."""
         self.clock_s = max(self.clock_s, now)
         self._prompts.clear()
 
@@ -93,12 +97,14 @@ class AnswerBatch:
         self._admit()
 
     def due_s(self) -> float:
-        """When the next answer stops; infinite while none runs."""
+        """Returns the time in seconds at which the next answer stops; infinity while none runs."""
         self._steps_left = self._steps_to_stop()
         return self.clock_s + self._seconds(self._steps_left) if self.running else inf
 
     def turn(self) -> list[BatchAnswer]:
-        """Advance to what `due_s` has just told; the answers that stop there, as they were admitted. They still run."""
+        """Advances to the time that `due_s` has returned last. Returns the answers that stop there, in the order in
+        which their stops were set. They still run.
+        """
         self._advance_steps(self._steps_left)
         stopped = []
         for lane in self._lanes:
@@ -109,11 +115,11 @@ class AnswerBatch:
         return [answer for _, answer in sorted(stopped, key=lambda pair: pair[0])]
 
     def resume(self, answer: BatchAnswer) -> None:
-        """It continues to its next stop, which must lie ahead."""
+        """Lets an answer continue to its next stop, which must lie ahead."""
         self._push(answer)
 
     def leave(self, answer: BatchAnswer) -> None:
-        """It has ended or moves away; its room goes to those that wait."""
+        """Removes an answer that has ended or moves away, and admits waiting answers."""
         lane = self._lanes[answer.lane]
         answer.generated = float(answer.stop) if answer.generated == answer.stop else lane.at - answer.origin
         answer.lane = answer.entry = None
@@ -122,11 +128,13 @@ class AnswerBatch:
         self._context -= answer.prompt_tokens + answer.generated
         self._reserved -= answer.prompt_tokens + answer.length
         if not self.running:
-            self._context = 0.0  # sheds rounding
+            self._context = 0.0  # removes rests of added fractions
         self._admit()
 
     def advance(self, now: float) -> None:
-        """Up to `now`, at which no answer stops; nothing if that lies within a computation of context."""
+        """Advances to `now`, before which no answer may stop. Changes nothing if `now` lies within a computation of
+        context.
+        """
         spent_s = now - self.clock_s
         if spent_s > 0 and self.running:
             _, first_s, growth_s = self._pace()
@@ -158,8 +166,9 @@ class AnswerBatch:
         heappush(self._lanes[answer.lane].stops, answer.entry)
 
     def _pace(self) -> tuple[float, float, float]:
-        """Tokens that an answer with drafts makes in a step, seconds of the next step, and how much longer each one is
-        than the one before."""
+        """Returns the tokens that an answer with drafts makes in a step, the seconds of the next step, and the seconds
+        by which each step is longer than the one before.
+        """
         plain, drafted = self._lanes[0].running, self._lanes[1].running
         rate, drafts = self.drafts[:2] if self.running <= self.drafts.most_running else (1.0, 0.0)
         step = self.model.step
@@ -185,10 +194,11 @@ class AnswerBatch:
 
 
 def expected_s(lengths: np.ndarray, prompt_tokens: np.ndarray, model: ReplicaModel, drafts: Drafts) -> float:
-    """Seconds in which a worker is through with answers of these lengths, all with drafts: a closed form, a little low.
+    """Returns the seconds that a worker needs for answers of these lengths, all with drafts: a closed form, a little
+    low.
 
-    Steps are the most of the longest answer's, those in which all fit into the KV memory, and those in which no more
-    than max_running run; each is taken for an average one.
+    The number of steps is the maximum of three: the longest answer's, that in which all answers fit into the KV memory,
+    and that in which at most max_running of them run. Each step counts as an average one.
     """
     ordered = np.sort(lengths).astype(float)
     undrafted = ordered[-drafts.most_running - 1] if len(ordered) > drafts.most_running else 0.0

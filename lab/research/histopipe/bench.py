@@ -1,9 +1,9 @@
-"""Pipelines over many steps of a paper's workload: what each part of HistoPipe brings (RhymeRL 6), beside its claims.
+"""Pipelines over many steps of a paper's workload: the gain of each part of HistoPipe (RhymeRL 6), beside its claims.
 
-As in training, prompts go by in epochs, in another order each time, the same for every arrangement. In the stored
-order a worker would have the same prompts in every epoch: whoever has the longest holds up a naive pipeline each time.
-Half of all GPUs train, where training continues beside the rollout; `sequential` trains on those that generate.
-Invariant: the same scenario and seeds give the same bytes. Called by `tailrace bench pipeline`.
+As in training, prompts repeat in epochs, each time in another order, which is the same for every arrangement. In the
+stored order a worker would have the same prompts in every epoch, and the worker with the longest would delay a naive
+pipeline each time. If training runs beside the rollout, half of all GPUs train; `sequential` trains on the GPUs that
+generate. Invariant: the same scenario and seeds give the same bytes. Called by `tailrace bench pipeline`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,27 +21,31 @@ from tailrace.lab.simulator.types import Cluster, ReplicaModel, WorkloadGroup
 from tailrace.policies.models.hashed_random import fraction
 
 EPOCH_STEPS = 16
-"""Steps until a prompt comes again: RhymeRL 7 takes 8 K prompts, and the scenario's 512 a step are assumed."""
+"""Number of steps until a prompt repeats: RhymeRL 7 takes 8 K prompts, and the scenario's 512 a step are assumed."""
 
 PAST_EPOCHS = 2
-"""Known to HistoPipe: the last one ranks, and growth since the one before tells who is an outlier (RhymeRL 6.3)."""
+"""Number of past epochs that HistoPipe knows: the last one ranks prompts, and the growth since the one before decides
+which answers are outliers (RhymeRL 6.3).
+"""
 
 ROLLOUT_SHARE = 0.91
-"""Of a sequential step, for mathematics with 16 K tokens (RhymeRL 3.1): training takes the rest on the same GPUs, and
-half of it on twice as many (assumed: the best case for `sequential_all`)."""
+"""Share of rollout in a sequential step, for mathematics with 16 K tokens (RhymeRL 3.1). Training takes the rest on the
+same GPUs, and half of the rest on twice as many (assumed: the best case for `sequential_all`).
+"""
 
 RANKING_GROUPS = 16
-"""For mathematics (RhymeRL 7.2.3), on twice as many workers or more; fewer where there are fewer workers."""
+"""Maximum number of ranking groups, for mathematics (RhymeRL 7.2.3). There are at most half as many as workers."""
 
 AMPLE = 64
-"""Times the KV memory: all answers of a worker fit."""
+"""Factor by which the KV memory is larger in the regime ample_kv: all answers of a worker fit."""
 
 DRAFTED = "+drafts"
 
 
 def steps_of(scenario: Scenario, seed: int, steps: int) -> list[tuple[WorkloadGroup, ...]]:
-    """Each step's prompts, shuffled within their epoch by a digest. Lengths drift from epoch to epoch, by what
-    EPOCH_STEPS steps bring, and not within one."""
+    """Returns the prompts of each step, shuffled within their epoch by a digest. Lengths drift from epoch to epoch, by
+    the drift of EPOCH_STEPS steps, and not within one.
+    """
     per_step, epochs = scenario.prompts.value, ceil(steps / EPOCH_STEPS)
     drift = scenario.lengths.drift.value * EPOCH_STEPS if scenario.lengths.drift else 0.0
     counts = per_step * EPOCH_STEPS, scenario.samples.value, epochs
@@ -55,11 +59,13 @@ def steps_of(scenario: Scenario, seed: int, steps: int) -> list[tuple[WorkloadGr
 
 
 def history_drafts(scenario: Scenario, model: ReplicaModel) -> Drafts:
-    """RhymeRL's window over the scenario's acceptance table, with the answers of its `epochs` as evidence.
+    """Returns the drafts of RhymeRL's window over the scenario's acceptance table, with the answers of its `epochs` as
+    evidence.
 
-    A draft token is right with chance p. From one wrong draft to the next p / (1 - p) are right, over the verifications
-    that windows of 2, 4, ... 32 allow; so many more than one token a verification makes. Drafts are on up to the batch
-    at which they still make more tokens a second, by the step model at a mean context (5.4).
+    A draft token is right with chance p, so p / (1 - p) draft tokens are right between two wrong ones. This number over
+    the verifications between two wrong ones, with windows of 2, 4, ... 32, is the gain of a verification in tokens.
+    Drafts are on up to the largest batch at which they still increase tokens a second, by the step model at a mean
+    context (5.4).
     """
     chances, law = scenario.acceptance.chances(), scenario.law()
     chance = chances.mean_chance(chances.evidence(0, scenario.epochs.value * scenario.samples.value))
@@ -75,7 +81,9 @@ def history_drafts(scenario: Scenario, model: ReplicaModel) -> Drafts:
 
 
 def aimd_verifications(chance: float, start: int = 2, step: int = 2, most: int = 32) -> float:
-    """From one wrong draft token to the next, on average, with the windows of `aimd_share`."""
+    """Returns the mean number of verifications from one wrong draft token to the next, with the windows of
+    `aimd_share`.
+    """
     reached, verifications = 1.0, 0.0
     for window in range(start, most, step):
         verifications += reached
@@ -84,17 +92,17 @@ def aimd_verifications(chance: float, start: int = 2, step: int = 2, most: int =
 
 
 def measure(scenario: Scenario, steps: int, seeds: int, say: Callable[[str], None] = lambda text: None) -> dict:
-    """Figures of each arrangement without and with history drafts, [mean, least, greatest] over the seeds.
+    """Returns the figures of each arrangement without and with history drafts, [mean, min, max] over the seeds.
 
-    bubbles: share of the rollout workers' time without work. migrated: of answers. ratio, ratio_equal_gpus and
-    ratio_overlapped: how many times as fast as sequential, sequential_all and overlapped without drafts; of these
-    `sequential` alone leaves half of the GPUs out.
+    bubbles: share of the rollout workers' time without work. migrated: share of answers that moved. ratio,
+    ratio_equal_gpus and ratio_overlapped: how many times as fast as sequential, sequential_all and overlapped without
+    drafts. Only `sequential` leaves half of the GPUs out.
 
-    `regimes` tell why the first tier alone can lose. Where a worker has many answers, their number is bound by KV
-    memory and each step by the context read: its time grows with the square of the lengths, so the worker with the
-    longest prompts takes many times the mean, and no turn with the shortest ones makes up for that. With ample_kv it
-    loses less. With few_answers, one prompt a worker, a worker takes little longer than its longest answer: long ones
-    together cost nothing, and the first tier gains.
+    `regimes` show why the first tier alone can lose. If a worker has many answers, KV memory limits how many run, and
+    the context read sets the time of a step. The worker's time then grows with the square of the lengths. The worker
+    with the longest prompts takes many times the mean, and its turn with the shortest ones does not make up for that.
+    With ample_kv the first tier loses less. With few_answers, one prompt a worker, a worker takes little longer than
+    its longest answer. Long answers together then cost nothing, and the first tier gains.
     """
     model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
     cluster, drafts = Cluster(model, scenario.replicas, scenario.replicas_per_node), history_drafts(scenario, model)
@@ -123,7 +131,7 @@ def measure(scenario: Scenario, steps: int, seeds: int, say: Callable[[str], Non
 
 
 def weights_s(scenario: Scenario) -> float:
-    """Until a worker has new weights: as fast as the network brings them to its GPUs."""
+    """Returns the seconds until a worker has new weights, at the rate at which the network brings them to its GPUs."""
     model = MODELS[scenario.model.value]
     return model.parameters * model.parameter_bytes / (scenario.gpus_per_replica.value * NETWORK_BYTES_S * SEND_SHARE)
 
@@ -131,11 +139,11 @@ def weights_s(scenario: Scenario) -> float:
 def play(
     steps: Sequence[tuple[WorkloadGroup, ...]], cluster: Cluster, weights_s: float, draftings: Sequence[Drafts]
 ) -> dict[str, dict]:
-    """Every arrangement on the same steps, the ones with drafts under NAME+drafts.
+    """Returns the figures of every arrangement on the same steps; those with drafts are called NAME+drafts.
 
     sequential, sequential_all: rollout and training in turn, on half of the GPUs or on all. overlapped: a barrier after
     each step, training alongside the next rollout (the baseline of RhymeRL 7.1). naive: each worker continues to the
-    next step by itself, prompts in the order given. alternating: HistoPipe's first tier, long prompts after short ones,
+    next step by itself, prompts in the order given. alternating: HistoPipe's first tier, long prompts after short ones;
     outliers move. tiers: both of its tiers.
     """
     every = replace(cluster, replicas=2 * cluster.replicas)
@@ -149,7 +157,7 @@ def play(
         overlapped = run("sequential", 0.0)
         if train_s is None:
             train_s = overlapped["total_s"] / len(steps) * (1 / ROLLOUT_SHARE - 1)
-        overlapped["total_s"] += train_s  # shorter than any rollout, so only the last one is waited for
+        overlapped["total_s"] += train_s  # training is shorter than any rollout, so only the last one adds time
         runs = {
             "sequential": run("sequential", train_s),
             "sequential_all": run("sequential", train_s / 2, every),
@@ -173,7 +181,7 @@ def _figures(run: dict, rows: dict[str, dict]) -> dict:
 
 
 def _claims(scenario: Scenario, runs: list[dict], drafts: Drafts) -> dict[str, dict]:
-    """What RhymeRL reports beside what is found here; empty for workloads of other papers."""
+    """Returns RhymeRL's claims beside what is found here; empty for workloads of other papers."""
 
     def gain(slow: str, fast: str) -> list[float]:
         return _spread([run[slow]["total_s"] / run[fast]["total_s"] for run in runs])
@@ -193,7 +201,7 @@ def _claims(scenario: Scenario, runs: list[dict], drafts: Drafts) -> dict[str, d
 
 
 def _spreads(runs: list[dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
-    """Of every figure of every arrangement."""
+    """Returns [mean, min, max] over the runs, for every figure of every arrangement."""
     return {name: {key: _spread([run[name][key] for run in runs]) for key in runs[0][name]} for name in runs[0]}
 
 

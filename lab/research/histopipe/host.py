@@ -1,10 +1,10 @@
 """The pipeline's clock: workers go from step to step by themselves, training follows, outliers move (RhymeRL 6).
 
-A worker begins step k + 1 as soon as it is through with its part of k and training on k - 1 has ended (`sequential`:
-training on k). Training takes one step after the other, each as soon as its last answer has ended. Decisions are
-those of policy.py; an answer that moves keeps its tokens, and its context is computed again. Invariants: no
-token is lost or made twice, no worker works on two steps at once, the weights of a step lack at most one step of
-training. Called by `pipeline`.
+A worker begins step k + 1 once it has ended its part of step k and training on step k - 1 has ended. With `barrier`
+training on step k must have ended. Training takes one step after the other, each as soon as its last answer has ended.
+Decisions are those of policy.py. An answer that moves keeps its tokens, and its context is computed again. Invariants:
+no token is lost or made twice, no worker works on two steps at once, the weights of a step lack at most one step of
+training. Called by `systems`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tailrace.lab.simulator.types import Cluster, WorkloadGroup
 
 
 class WorkerTurn(NamedTuple):
-    """A worker's part in a step. `version`: steps of training behind the weights it took."""
+    """A worker's part in a step. `version`: number of training steps in the weights that it loaded."""
 
     worker: int
     step: int
@@ -38,7 +38,10 @@ class Times(NamedTuple):
 
 @dataclass(slots=True)
 class PipelineStep:
-    """By rank of ranking group: answers, those not ended, outliers. By worker: its rank, what it begins with."""
+    """A planned step. By rank of ranking group: `samples`, number of answers; `unfinished`, those that have not ended;
+    `outliers`. By worker: `rank_of`; `answers`, those it begins with. `open`: number of all answers that have not
+    ended.
+    """
 
     samples: list[int]
     unfinished: list[int]
@@ -50,7 +53,9 @@ class PipelineStep:
 
 
 class PipelineHost:
-    """`policy` None: prompts in the order given. The record: `turns`, `ended`, `trained_s` and the moves."""
+    """`policy`: None for prompts in the order given. The record of a run is `turns`, `ended`, `trained_s` and the
+    moves.
+    """
 
     def __init__(
         self, steps: Sequence[tuple[WorkloadGroup, ...]], cluster: Cluster, policy: HistoPipeline | None, times: Times,
@@ -68,7 +73,7 @@ class PipelineHost:
         self.moved_within = self.moved_on = 0
         self._steps: list[PipelineStep] = []
         self._at = [-1] * cluster.replicas  # the step each worker is in, or was in last
-        self._begun: list[tuple[float, int] | None] = [None] * cluster.replicas  # its time and version; None: idle
+        self._begun: list[tuple[float, int] | None] = [None] * cluster.replicas  # begin in seconds, version; None: idle
         self._due: list[float | None] = [None] * cluster.replicas
         self._events: list[tuple[float, int]] = []
         self._touched: set[int] = set()
@@ -79,7 +84,7 @@ class PipelineHost:
         while self._events:
             now, worker = heappop(self._events)
             if now != self._due[worker]:
-                continue  # it has been set again since
+                continue  # the worker's time has been set again since
             self._touched = {worker}
             if self._begun[worker] is None:
                 self._begin(worker, now)
@@ -95,7 +100,9 @@ class PipelineHost:
     # ---- a worker's way through the steps ------------------------------------------------------------
 
     def _enter_next(self, worker: int) -> None:
-        """Set when an idle worker begins its next step, if it has one and the training it needs has an end."""
+        """Sets the time at which an idle worker begins its next step. Does nothing if there is no next step, or if the
+        end of the training that it needs is not known yet.
+        """
         step = self._at[worker] + 1
         needs = step - self._lag
         if step < len(self._source) and needs < len(self.trained_s):
@@ -110,7 +117,7 @@ class PipelineHost:
         batch.submit(self._planned(number).answers.pop(worker), batch.clock_s)
 
     def _reschedule(self, worker: int) -> None:
-        """When something stops there next. With nothing left it is through with its step."""
+        """Sets the time at which an answer of a worker stops next. A worker with no answer left ends its step."""
         batch = self.batches[worker]
         if len(batch):
             self._set_due(worker, batch.due_s())
@@ -127,7 +134,7 @@ class PipelineHost:
     # ---- plans ---------------------------------------------------------------------------------------
 
     def _planned(self, number: int) -> PipelineStep:
-        """Steps are planned in turn, each when it is first needed."""
+        """Returns the plan of a step. Steps are planned in turn, each when it is first needed."""
         while len(self._steps) <= number:
             self._steps.append(self._plan(len(self._steps)))
         return self._steps[number]
@@ -175,7 +182,9 @@ class PipelineHost:
         ]
 
     def _group_s(self, run: Sequence[Prompt], workers: int, groups: dict[str, WorkloadGroup]) -> float:
-        """Of a ranking group, by lengths of its last epoch: those of its last worker, who has the longest prompts."""
+        """Returns the expected seconds of a ranking group on so many workers: those of its last worker, which has the
+        longest prompts, by the lengths of their last epoch.
+        """
         share = [prompt for prompt in run[min(workers, len(run)) - 1 :: workers] if prompt.past]
         lengths = np.array([tokens for prompt in share for tokens in prompt.past[0]])
         prompts = np.repeat(
@@ -198,8 +207,9 @@ class PipelineHost:
             self._close(answer)
 
     def _close(self, answer: BatchAnswer) -> None:
-        """It counts no more for its step. After a step's last one, training on it has an end, and workers may
-        continue."""
+        """Counts an answer as ended for its step. After the last answer of a step the end of training on that step is
+        known, and idle workers may continue.
+        """
         step = self._steps[answer.step]
         step.unfinished[answer.rank] -= 1
         step.open -= 1
@@ -222,7 +232,9 @@ class PipelineHost:
         step.outliers[rank] = [answer for answer in running if not move(answer, now)]
 
     def _move_within(self, answer: BatchAnswer, now: float) -> bool:
-        """To the least busy worker of a longer ranking group in the same step, if there is one still at work."""
+        """Moves an outlier to the least busy worker of a longer ranking group that still works on the same step.
+        Returns whether there is one.
+        """
         ranks = self._steps[answer.step].rank_of
         at_work = [
             worker
@@ -237,8 +249,12 @@ class PipelineHost:
         return True
 
     def _move_on(self, answer: BatchAnswer, now: float) -> bool:
-        """To the next step: a worker of its longest ranking group that is not through with it. The answer counts there,
-        so its first tokens are of weights that lack one training more than the step's."""
+        """Moves an outlier to the next step: to a worker of the step's longest ranking group that has not ended the
+        step. Returns whether there is a next step.
+
+        The answer counts for the next step, so its first tokens are of weights that lack one training more than the
+        step's.
+        """
         number = answer.step + 1
         if number == len(self._source):
             return False

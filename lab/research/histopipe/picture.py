@@ -1,4 +1,4 @@
-"""The picture of `bench pipeline`, as a file that any viewer opens; the path's suffix says which kind."""
+"""The picture of `bench pipeline`, as a file that any viewer opens; the path's suffix chooses the format."""
 
 from tailrace.app.files.figures import new_figure, save
 from tailrace.app.files.output_file import OutputFile
@@ -8,8 +8,9 @@ SHADES = (SERIES[1], SERIES[2], SERIES[6])
 
 
 def pipelines(file: OutputFile, result: dict) -> None:
-    """Of `bench pipeline`: speed over the overlapped baseline and bubbles of every arrangement, means with the range
-    over the seeds, without drafts, with them, and with one prompt a worker."""
+    """Draws speed over the overlapped baseline and bubbles of every arrangement: means with the range over the seeds.
+    There are bars without drafts, with drafts, and with one prompt a worker.
+    """
     figure, panels = new_figure(12, 4.5, 1, 2)
     names = list(result["regimes"]["few_answers"])
     sets = {

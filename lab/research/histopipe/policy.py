@@ -1,8 +1,8 @@
-"""HistoPipe: which worker gets which prompts of a step, so that who is long now is short next (RhymeRL 6).
+"""HistoPipe: which worker gets which prompts of a step, so that long prompts follow short ones (RhymeRL 6).
 
-Invariants: each prompt is assigned once; each worker belongs to one ranking group, and has work where there are as many
-prompts as workers. Without history prompts are dealt in the order given, and nothing moves. Pure: ranks come from
-earlier epochs, ties go by prompt id. `assign` is called as a step is planned, `migration` as its answers end.
+Invariants: each prompt is assigned once; each worker belongs to one ranking group, and has work if there are as many
+prompts as workers. Without history prompts are divided in the order given, and nothing moves. Pure: ranks come from
+earlier epochs, ties go by prompt id. `assign` is called when a step is planned, `migration` when its answers end.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,9 @@ class Prompt(NamedTuple):
 
 
 class RankingGroup(NamedTuple):
-    """Prompts of about one length. `shares[j]` is what `workers[j]` gets of them; answers past `outlier_tokens` may
-    move (None: nothing is known of lengths)."""
+    """Prompts of about one length. `shares[j]`: ids of the prompts of `workers[j]`. `outlier_tokens`: length past which
+    an answer may move, None if nothing is known of lengths.
+    """
 
     workers: tuple[int, ...]
     shares: tuple[tuple[str, ...], ...]
@@ -39,7 +40,7 @@ GroupTime = Callable[[Sequence[Prompt], int], float]
 
 
 class HistoPipeline(OutlierRule):
-    """RhymeRL 6.2 to 6.4. `alternate` and `two_tier` are its two tiers, each selectable alone."""
+    """Policy of RhymeRL 6.2 to 6.4. `alternate` and `two_tier` are its two tiers, each selectable alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["histo_pipe"] = "histo_pipe"
@@ -50,8 +51,9 @@ class HistoPipeline(OutlierRule):
     def assign(
         self, prompts: Sequence[Prompt], workers: int, step: int, time_s: GroupTime, train_s: float
     ) -> tuple[RankingGroup, ...]:
-        """Ranking groups, shortest first, on workers 0 to workers - 1. `time_s` and `train_s`, the seconds of the last
-        training, serve the second tier."""
+        """Returns the ranking groups, shortest first, on workers 0 to workers - 1. The second tier uses `time_s`, and
+        `train_s`, the seconds of the last training.
+        """
         if not any(prompt.past for prompt in prompts):
             return in_order(prompts, workers)
         ranked = rank(prompts)
@@ -68,19 +70,21 @@ class HistoPipeline(OutlierRule):
 
 
 def rank(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """By median length in the last epoch, shortest first; those without history at the median of the others."""
+    """Returns prompts by median length in the last epoch, shortest first. Prompts without history are placed at the
+    median of the others.
+    """
     medians = {prompt.prompt_id: float(np.median(prompt.past[0])) for prompt in prompts if prompt.past}
     usual = float(np.median(list(medians.values())))
     return sorted(prompts, key=lambda prompt: (medians.get(prompt.prompt_id, usual), prompt.prompt_id))
 
 
 def in_order(prompts: Sequence[Prompt], workers: int) -> tuple[RankingGroup, ...]:
-    """One group: whole prompts in the order given, in equal runs, as verl does; nothing moves."""
+    """Returns one ranking group: whole prompts in the order given, in equal runs, as verl does. Nothing moves."""
     shares = tuple(tuple(prompt.prompt_id for prompt in run) for run in even_runs(prompts, workers))
     return (RankingGroup(tuple(range(workers)), shares, None),)
 
 
 def _seated(group: Sequence[Prompt], workers: tuple[int, ...], limit: float | None) -> RankingGroup:
-    """Prompts dealt one by one, so that each worker gets short and long ones of the group."""
+    """Returns a ranking group whose prompts are dealt one by one, so that each worker gets short and long ones."""
     shares = tuple(tuple(prompt.prompt_id for prompt in group[j :: len(workers)]) for j in range(len(workers)))
     return RankingGroup(workers, shares, limit)

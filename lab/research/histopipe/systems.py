@@ -1,8 +1,8 @@
 """Pipelines over many steps, side by side: sequential as in verl, in the order given, and HistoPipe's (RhymeRL 6).
 
-Invariant: the same steps and parameters give the same figures. Called by systems and benchmarks; `pipeline_host` is
-the clock. Sequential steps are generated and trained on by the same GPUs, so its training is no bubble; in a pipeline
-training has GPUs of its own, which are not counted here.
+Invariant: the same steps and parameters give the same figures. `PipelineHost` is the clock. In sequential mode the same
+GPUs generate and train, so training is no bubble. In a pipeline training has separate GPUs, which are not counted here.
+Called by `bench`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ from tailrace.lab.simulator.types import Cluster, WorkloadGroup
 
 Mode = Literal["sequential", "naive", "alternating", "tiers"]
 MODES: tuple[Mode, ...] = ("sequential", "naive", "alternating", "tiers")
-"""A barrier after each step; a pipeline with prompts in the order given; HistoPipe's first tier; both of its tiers."""
+"""Names of modes: a barrier after each step; a pipeline with prompts in the order given; HistoPipe's first tier; both
+of its tiers.
+"""
 
 
 def run_pipeline(
@@ -29,12 +31,12 @@ def run_pipeline(
     drafts: Drafts = NO_DRAFTS,
     policy: HistoPipeline | None = None,
 ) -> dict:
-    """Figures of one pipeline; `policy` gives HistoPipe's knobs.
+    """Returns the figures of one pipeline; `policy` gives HistoPipe's knobs.
 
-    total_s: until the last step is trained on. bubbles: share of the workers' time until the last answer in which they
-    neither generate nor load weights. migrated: share of answers that moved, within a step and to the next. staleness:
-    most training steps that the weights of a turn lacked, and the share of turns whose weights lacked any.
-    Raises ValueError for an unknown mode or an empty step.
+    total_s: seconds until the last step is trained on. bubbles: share of the workers' time until the last answer in
+    which they neither generate nor load weights. migrated: share of answers that moved, within a step and to the next.
+    staleness: maximum number of training steps that the weights of a turn lacked, and share of turns whose weights
+    lacked any. Raises ValueError for an unknown mode or an empty step.
     """
     host = host_of(
         steps, cluster, mode, train_s=train_s, weights_s=weights_s, migrate=migrate, drafts=drafts, policy=policy
@@ -61,7 +63,7 @@ def run_pipeline(
 
 
 def host_of(steps, cluster, mode, *, train_s, weights_s, migrate, drafts, policy) -> PipelineHost:
-    """The host of a mode, not yet run."""
+    """Returns the host of a mode, not yet run. Raises ValueError for an unknown mode or an empty step."""
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
     knobs = policy or HistoPipeline()

@@ -1,11 +1,11 @@
 """SpecActor's systems over a paper's set-up: verl with drafts in turn, decoupled, reconfigured, and with Fastest-of-N.
 
-All bind whole groups to replicas up front and leave queueing to vLLM, as verl does; each sample's drafts are right by
-the same odds in all of them. Decoupled, the GPUs are cut into groups of drafter and verifier as Algorithm 1 says for
-the step's samples and the mean context; a group is one replica, GPUs left over stay idle. Races are the core's. Its
-copies begin where their chunk did, SpecActor's where the sample stands: systems that race take chunks, so that a copy
-has little to catch up with. Invariant: plans and ladders know the methods' tables and mean lengths alone. Called by
-`tailrace simulate` and by benchmarks.
+All systems bind whole groups to replicas at the start and leave queueing to vLLM, as verl does. Each sample's drafts
+are right by the same odds in all of them. Decoupled systems divide the GPUs into groups of drafter and verifier by
+Algorithm 1, for the step's samples and the mean context. Each group is one replica; GPUs left over stay idle. Races are
+the core's: copies begin where their chunk began, SpecActor's where the sample stands. So systems that race take chunks,
+and a copy has little to catch up with. Invariant: plans and ladders know the methods' tables and mean lengths alone.
+Called by `tailrace bench specactor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,20 +30,21 @@ POLICIES = Policies(
 )
 
 DRAFTS = 4
-"""Draft tokens of a sample in a step where drafts come in turn, as in the scenarios' tables."""
+"""Number of draft tokens of a sample in a step if drafting and verifying alternate, as in the scenarios' tables."""
 
 VERIFIER_GPUS = (4, 8)
-"""Ways to split the model that Algorithm 1 may choose from: inside a node, and no fewer than SpecActor's (5.1)."""
+"""Numbers of GPUs over which Algorithm 1 may split the model: inside a node, and no fewer than SpecActor's (5.1)."""
 
 DRAFTER_GPUS = (1, 2, 4)
-"""Drafters of one group, each of one GPU (SpecActor 4.1), which share its samples."""
+"""Numbers of drafters of one group, which share its samples. Each drafter has one GPU (SpecActor 4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecActor:
-    """`method`: in turn with it; None: as Algorithm 1 plans. `published`: by the paper's own formula, and there has to
-    be a drafter; else by `policies.models.specactor_planner`, exactly for the rounds that are simulated, and plain
-    decoding is a choice too."""
+    """`method`: name of the method that drafts in turn with verification; None: as Algorithm 1 plans. `published`:
+    plans are by the paper's own formula, always with a drafter. Else they are by `policies.models.specactor_planner`,
+    exact for the rounds that are simulated, and plain decoding is a choice too.
+    """
 
     about: str
     method: str | None = None
@@ -65,7 +66,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the cluster is cut into, and how samples are drafted. `plan`: None where nothing was planned."""
+    """Division of the cluster, and the way in which samples are drafted. `plan`: None if nothing was planned."""
 
     cluster: Cluster
     way: DraftSetup
@@ -76,7 +77,7 @@ def run(
     scenario: Scenario, name: str, seed: int, steps: int = 1, *, spans: bool = False, check: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulatedRun:  # fmt: skip
-    """One of SYSTEMS on a paper's workload, with its lower bounds."""
+    """Returns the run of one of SYSTEMS on a paper's workload, with its lower bounds."""
     chosen, workload, methods = SYSTEMS[name], scenario.workload(seed, steps), scenario.drafting()
     odds = Odds(seed)
     layout = coupled(scenario, chosen.method) if chosen.method else decoupled(scenario, chosen.published)
@@ -105,14 +106,14 @@ def run(
 
 
 def coupled(scenario: Scenario, method: str) -> Layout:
-    """verl's replicas, each of which drafts and verifies in turn."""
+    """Returns the layout of verl's replicas, each of which drafts and verifies in turn."""
     model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
     cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
     return Layout(cluster, DraftSetup(next(m for m in scenario.drafting() if m.name == method), DRAFTS, False))
 
 
 def decoupled(scenario: Scenario, published: bool) -> Layout:
-    """Algorithm 1 for each draft model, and the best of these plans."""
+    """Returns the layout of the best plan of Algorithm 1 over all draft models."""
     gpus, samples = scenario.gpus.value, scenario.prompts.value * scenario.samples.value
     models = {n: replica_model(scenario.gpu.value, scenario.model.value, n) for n in VERIFIER_GPUS}
     verifiers = [verifier_of(scenario, model) for model in models.values()]
@@ -133,7 +134,9 @@ def decoupled(scenario: Scenario, published: bool) -> Layout:
 def _published_plan(
     samples: int, gpus: int, p: float, drafters: Sequence[DrafterCost], verifiers: Sequence[VerifierCost]
 ) -> Plan:
-    """Algorithm 1 as printed, but for its end of windows: of every pair and window the most tokens a second."""
+    """Returns the plan with the most tokens a second over all pairs and windows: Algorithm 1 as printed, except for the
+    end of its windows.
+    """
     pairs = [(d, v, ceil((d.gpus + v.gpus) * samples / gpus)) for v in verifiers for d in drafters if d.gpus <= v.gpus]
     rated = [
         Plan(
