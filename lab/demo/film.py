@@ -1,6 +1,6 @@
 """A recorded demo played in the terminal: both runs side by side, faster than in reality.
 
-On a terminal two bars, elsewhere a line at each of a few moments; always on stderr. Called by `tailrace demo --replay`.
+A terminal shows two bars; other outputs get LINES lines. All output goes to stderr. Called by `tailrace demo --replay`.
 """
 
 import time
@@ -17,11 +17,11 @@ PLAY_S = 20.0
 
 FRAMES_PER_S = 10.0
 LINES = 8
-"""Number of lines without a terminal."""
+"""Number of lines that are printed without a terminal."""
 
 
 def play(outcome: DemoOutcome, seconds: float = PLAY_S) -> None:
-    """Returns when both runs have ended; the longer one takes `seconds`."""
+    """Plays both runs, and returns when both have ended. The longer one takes `seconds`."""
     ends = {name: sorted(one.ended_s for one in of_run.run.ended) for name, of_run in outcome.records.items()}
     whole_s = max(each[-1] for each in ends.values())
     console = Console(stderr=True)

@@ -1,7 +1,7 @@
-"""The outcome of the demo: both runs by their journals, and their figures against each other. Times in seconds.
+"""The outcome of the demo: the journals of both runs, and the figures of one against the other. Times are in seconds.
 
-A live demo and a replay of the packaged one share this path: a folder with two journals and `about.json`. Called by the
-demo's page and by `tailrace demo`.
+A live demo and a replay of the packaged one are both read from a folder with two journals and `about.json`. Called by
+the demo's page and by `tailrace demo`.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from tailrace.lab.timeline.record import Record, record
 ABOUT = OutputKind("the figures of a demo", (b'{\n "cores": ',))
 
 RECORDED = Path(__file__).parent / "recorded"
-"""A live demo that was recorded, in the package."""
+"""Folder of a recorded live demo, in the package."""
 
 NAMES = {"static": "static groups", "tailrace": "tailrace"}
 """Names of the runs, the baseline first, and their titles."""
@@ -30,13 +30,15 @@ HEADS = ["", "makespan s", "tail s", "tail", "tokens/s", "idle", "moves"]
 
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """`records` by run. `about`: cores, replicas, version, and how many samples have the same tokens in both runs."""
+    """`records`: by name of the run. `about`: cores, replicas, version, and how many samples have the same tokens in
+    both runs.
+    """
 
     records: Mapping[str, Record]
     about: Mapping[str, int | str]
 
     def figures(self) -> dict:
-        """Returns the simulator's summary by run; `ratio` and `tail_ratio`: the baseline's seconds over Tailrace's."""
+        """Returns the simulator's summary by run. `ratio` and `tail_ratio`: the baseline's seconds over Tailrace's."""
         runs = {name: summary(of_run.run) for name, of_run in self.records.items()}
         static, ours = runs.values()
         return {
@@ -48,15 +50,13 @@ class DemoOutcome:
 
 
 def output_files(folder: Path) -> dict[str, OutputFile]:
-    """Returns the files of a demo to be written, by run, and `about`. Raises BadInput if other files have these
-    names.
-    """
+    """Returns the files of a demo to be written, by run, and `about`. Raises BadInput if other files have these names."""
     files = {name: OutputFile(_journal(folder, name), "--out", JOURNAL) for name in NAMES}
     return files | {"about": OutputFile(folder / "about.json", "--out", ABOUT)}
 
 
 def write(folder: Path, journals: Mapping[str, str], about: Mapping[str, int | str]) -> None:
-    """Writes the demo's files, which `read` reads. gzip without a time: the same runs give the same bytes."""
+    """Writes the files that `read` reads. gzip stores no time, so the same runs give the same bytes."""
     files = output_files(folder)
     for name, journal in journals.items():
         files[name].write(gzip.compress(journal.encode(), mtime=0))
@@ -77,7 +77,7 @@ def read(folder: Path) -> DemoOutcome:
 
 
 def table(figures: Mapping) -> list[list[str]]:
-    """Returns heads, then a row for each run."""
+    """Returns the heads, then a row for each run."""
     return [HEADS, *(_row(NAMES[name], run) for name, run in figures["runs"].items())]
 
 

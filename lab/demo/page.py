@@ -1,6 +1,6 @@
 """The demo's page: both runs on one time axis, their unfinished samples, and each replica's activity.
 
-Made of the parts of a recorded run's page (`lab/timeline/page.py`). `tailrace demo` writes it.
+The page is made of the parts of a recorded run's page (`lab/timeline/page.py`). Called by `tailrace demo`.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ TITLE = "The same prompts by static groups and by Tailrace"
 
 
 def page(outcome: DemoOutcome, figures: Mapping) -> str:
-    """Returns the page as text. `figures`: the outcome's."""
+    """Returns the page as text. `figures`: those of the outcome."""
     runs = {NAMES[name]: of_run.run for name, of_run in outcome.records.items()}
     shown = drawable(runs)
     of_rows = {NAMES[name]: rows_of(of_run, bands(of_run)) for name, of_run in outcome.records.items()}

@@ -26,14 +26,14 @@ STATIC_POLICIES = {
 
 
 class DemoRun(NamedTuple):
-    """`journal`: the core's, as text. `groups`: all results."""
+    """`journal`: the core's journal as text. `groups`: results of all groups."""
 
     journal: str
     groups: tuple[GroupResult, ...]
 
 
 def policies_of(file: ServeFile) -> dict[str, Policies]:
-    """Returns the policies by the names of the runs, in their order."""
+    """Returns the policies of each run by its name, the baseline first."""
     configured = file.application.policies
     return {"static": Policies(**STATIC_POLICIES), "tailrace": configured}
 
@@ -44,8 +44,10 @@ async def roll_out(
     prompts: Sequence[PromptGroup],
     say: Callable[[int, str], None],
 ) -> dict[str, DemoRun]:
-    """Runs one after the other. `say`: called with the number of the step, from 2, and the run. Raises Failed if a
-    journal cannot be read.
+    """Rolls out the prompts under each of `policies`, one after the other. Returns the runs by name. Raises Failed if
+    other batches were in flight.
+
+    `say`: called with the number of the step, from 2, and the name of the run.
     """
     runs = {}
     for step, (name, chosen) in enumerate(policies.items(), start=2):
@@ -64,7 +66,7 @@ async def roll_out(
 
 
 async def _followed(client: RolloutClient, batch: RolloutBatch) -> tuple[GroupResult, ...]:
-    """Returns the groups of a batch, with its progress on stderr."""
+    """Returns the groups of a batch, and shows its progress on stderr."""
     samples = sum(prompt.samples for prompt in batch.groups)
     follower = asyncio.create_task(RolloutProgress(client, batch.batch_id, samples).follow())
     try:

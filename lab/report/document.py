@@ -1,7 +1,8 @@
-"""A self-contained HTML document, and the parts of its pages. Nothing is fetched.
+"""A self-contained HTML document, and the parts that pages are made of. A document fetches nothing.
 
-The data block holds no `<`, and the document's own content policy lets no script run but ours, by its digest. Texts are
-escaped here unless a function's docstring says that it takes markup. Used by the simulator's page and a recorded run's.
+The data block holds no `<`. The document's content policy lets no script run but ours, which it knows by digest. Texts
+are escaped here unless a function's docstring says that it takes markup. Used by the pages of simulations, recorded
+runs, the demo and soaks.
 """
 
 import json
@@ -21,15 +22,15 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-"
 PAGE = OutputKind("a page of ours", (HEAD.encode(),), (f'"Content-Security-Policy" content="{POLICY}'.encode(),))
 
 WEB = Path(__file__).parent / "web"
-"""The style sheet without its colours, and the script, in parts."""
+"""Folder of the style sheet, without its colours, and of the parts of the script."""
 
 SCRIPTS = ("spans.js", "drawing.js", "pointing.js")
-"""Parts of one script, in this order; they share one scope."""
+"""Names of the parts of the script, in this order; they share one scope."""
 
 
 def document(title: str, body: str, data: dict | None) -> str:
-    """Returns the whole text. `body` is markup; `data`: the spans of its timelines, by `timelines`, or None without
-    one.
+    """Returns the document as text. `body`: markup. `data`: what `timelines` returns, or None for a page without
+    timelines.
     """
     script = _script()
     digest = b64encode(sha256(script.encode()).digest()).decode()
@@ -45,7 +46,7 @@ def document(title: str, body: str, data: dict | None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Returns a table. The first row is the heads; a row's first cell names it. `left`: columns of words."""
+    """Returns a table. The first row is the heads; a row's first cell is its name. `left`: columns of words."""
     heads, *body = rows
     kinds = [" class=left" if column in left else "" for column in range(len(heads))]
     head = "".join(f"<th scope=col{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, heads, strict=True))
@@ -57,7 +58,7 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
 
 
 def figure(heading: str, caption: str, content: str) -> str:
-    """Returns a figure. heading, caption and content must be markup."""
+    """Returns a figure. `heading`, `caption` and `content` must be markup."""
     said = f"<p>{caption}</p>" if caption else ""
     return f"<figure><figcaption><h3>{heading}</h3>{said}</figcaption>{content}</figure>"
 
@@ -69,7 +70,9 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def panel(index: int, said: str) -> str:
-    """Returns the place of the timeline of the data block's run number `index`; `said`: its content, in words."""
+    """Returns the place for the timeline of the data block's run number `index`. `said`: content of the timeline, in
+    words.
+    """
     canvas = f'<canvas id="run{index}" tabindex="0" role="img" aria-label="{escape(said)}"></canvas>'
     return f'<div class=stack>{canvas}<canvas class=over aria-hidden="true"></canvas></div>'
 

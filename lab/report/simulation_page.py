@@ -17,8 +17,9 @@ SECONDS = "seconds"
 
 
 def page(title: str, runs: Mapping[str, SimulatedRun], comparison: dict | None, notes: Sequence[str]) -> str:
-    """Returns the page as text. `runs`: one of each system, whose timelines and curves are drawn. `comparison`: the
-    result of `report.compare` over several seeds; without it these runs are compared, the first as the baseline.
+    """Returns the page as text. `runs`: one run of each system; their timelines and curves are drawn. `comparison`: the
+    result of `report.compare` over several seeds. Without `comparison` these runs are compared, with the first as the
+    baseline.
 
     Raises ValueError without runs, or for runs of several workloads.
     """
@@ -43,7 +44,7 @@ def page(title: str, runs: Mapping[str, SimulatedRun], comparison: dict | None, 
 
 
 def _folded(notes: Sequence[str]) -> str:
-    """Returns notes that open at a click: a reader comes for the pictures."""
+    """Returns the notes, folded until a click: a reader comes for the pictures."""
     if not notes:
         return ""
     lines = "".join(f"<p>{escape(note)}</p>" for note in notes)
@@ -62,8 +63,8 @@ def _about(runs: Mapping[str, SimulatedRun], comparison: dict) -> str:
 
 
 def _headline(comparison: dict) -> str:
-    """Returns the headline: the system with the greatest throughput, against the baseline. `clairvoyant`, which nobody
-    can run, is only what the others are measured by.
+    """Returns the headline: the system with the greatest throughput, against the baseline. `clairvoyant` is left out:
+    nobody can run it, and the others are only compared with it.
     """
     baseline, mean = comparison["baseline"], comparison["mean"]
     others = {name: ratio for name, ratio in comparison["throughput_ratio"].items() if ratio}
@@ -86,8 +87,8 @@ def _headline(comparison: dict) -> str:
 
 
 def _ratio_bars(comparison: dict, colours: Colours) -> str:
-    """Returns bars of throughput, tail and makespan of each system; whiskers from the minimum to the maximum over the
-    seeds.
+    """Returns bars of throughput, tail and makespan of each system. Whiskers are from the minimum to the maximum over
+    the seeds.
     """
     baseline, charts = escape(comparison["baseline"]), []
     for key, said in (("throughput_ratio", "Throughput"), ("tail_ratio", "Tail, how much shorter")):

@@ -1,10 +1,9 @@
-"""The spans of runs in the form that the page's timelines read: columns of little-endian integers in base64, and their
-key.
+"""Spans of runs in the form that the page's timelines read: columns of little-endian integers in base64, and a key.
 
-A page carries at most MOST_SPANS spans, shared evenly by its runs. In a run with more, spans of one sample and role
-that touch on a replica are joined; the longest of those are kept, and the page states how much of all span time they
-hold. Times are in 65,535ths of the longest makespan, so that all runs share one axis; spans are sorted by replica, and
-`offsets` finds a replica's.
+A page has at most MOST_SPANS spans, divided evenly among its runs. If a run has more, spans of one sample and role that
+touch on a replica are joined. If there are still too many, the longest are kept, and the page states their share of all
+span time. Times are in 65,535ths of the longest makespan, so that all runs share one axis. Spans are sorted by replica,
+and `offsets` gives the place of each replica's first span.
 """
 
 from base64 import b64encode
@@ -21,13 +20,13 @@ from tailrace.lab.report.span_lanes import lanes_of, sources_of
 from tailrace.lab.simulator.types import SimulatedRun, Span
 
 MOST_SPANS = 150_000
-"""Maximum number of spans of 19 bytes each: 3.8 MB of base64. With notes 23 bytes."""
+"""Maximum number of spans of a page: at 19 bytes each, 3.8 MB of base64. With notes a span has 23 bytes."""
 
 ROLES = palette.SPANS
 """Roles in the order of the style sheet's colours r0 to r6; another role has r7."""
 
 BANDS = palette.STRIPS
-"""Activities of a whole replica; the style sheet has b0 to b5."""
+"""Activities of a whole replica, in the order of the style sheet's colours b0 to b5."""
 
 TICKS = 65_535
 
@@ -43,8 +42,10 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Parts of a run's timeline besides its spans: a row for each of `names`, whose numbers are the spans' replicas;
-    the activity of each replica; the run's tails (begin_s, end_s), and the ids of the samples that ended in them."""
+    """Parts of a run's timeline besides its spans. `names`: names of the rows; a span's replica is the number of its
+    row. `bands`: the activity of each replica. `tails`: (begin_s, end_s) of the run's tails. `last`: ids of the samples
+    that ended in tails.
+    """
 
     names: Sequence[str]
     bands: Sequence[Band]
@@ -55,7 +56,7 @@ class Rows:
 def timelines(
     runs: Mapping[str, SimulatedRun], shown: Mapping[str, Sequence[Span]], rows: Mapping[str, Rows] | None = None
 ) -> dict:
-    """Returns the data block of a page: every value JSON, every id a string of its `samples`. `shown`: the spans of
+    """Returns the data block of a page: every value is JSON, every id a string of its `samples`. `shown`: the spans of
     each run that are drawn, as `drawable` returns them. Without `rows` a run has a row for each replica with a span,
     and colours go by role instead of by sample.
     """
@@ -91,7 +92,7 @@ def longest_makespan_s(runs: Mapping[str, SimulatedRun]) -> float:
 
 
 def drawable(runs: Mapping[str, SimulatedRun], most: int = MOST_SPANS) -> dict[str, list[Span]]:
-    """Returns at most `most` spans of all runs together, by the rule at the head of this file, by replica and then by
+    """Returns at most `most` spans of all runs together, chosen as the module's docstring says, sorted by replica and
     time.
     """
     gap_s = longest_makespan_s(runs) / TICKS
@@ -121,7 +122,7 @@ def joined(spans: Sequence[Span], gap_s: float) -> list[Span]:
 
 
 def held_share(shown: Sequence[Span], spans: Sequence[Span]) -> float:
-    """Returns the share of all spans' time that the shown ones hold."""
+    """Returns the share of all spans' time that the shown spans hold."""
     return sum(span.end_s - span.begin_s for span in shown) / (sum(span.end_s - span.begin_s for span in spans) or 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Lanes of spans within their replica's row, and the span that each sample came from. Used by pages and pictures."""
+"""Lanes of spans within their replica's row, and the span from which each sample came. Used by pages and pictures."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from tailrace.lab.simulator.types import Span
 
 
 def lanes_of(spans: Sequence[Span]) -> list[int]:
-    """Returns the lane of each span; `spans` are sorted by replica, then by time. A sample continues in its lane if
-    that is free, otherwise in the first free one. No two spans of a replica overlap in a lane.
+    """Returns the lane of each span. `spans` are sorted by replica, then by time. A sample continues in its lane if
+    that lane is free, otherwise in the first free one. No two spans of a replica overlap in a lane.
     """
     found: list[int] = []
     replica, free_s, lane_of = None, [], {}
@@ -26,8 +26,9 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
 
 
 def sources_of(spans: Sequence[Span]) -> list[int | None]:
-    """Returns for each span the place of the one on another replica that its sample continued from, or that it copies
-    if that was running; None without one. No sample continues from a loser of a race.
+    """Returns for each span the place of its source, a span of the same sample on another replica, or None. A span that
+    begins while an earlier one runs is a copy of it; other spans continue the one before. No sample continues from a
+    loser of a race.
     """
     found: list[int | None] = [None] * len(spans)
     first = kept = None  # the one that others copy; the last that did not lose

@@ -1,7 +1,8 @@
-"""Charts as inline SVG: curves, a histogram, bars with whiskers. Axes have units and round ticks; no more is drawn.
+"""Charts as inline SVG: curves, a histogram, bars with whiskers. Axes have units and round ticks; nothing else is
+drawn.
 
-A chart is W x H user units, scales with the page, takes its colours from classes s0 to s6 of the page's style sheet,
-and describes its content in words (aria-label). All text from outside is escaped here.
+A chart is W units wide, scales with the page, and takes its colours from classes s0 to s6 of the page's style sheet. It
+describes its content in words (aria-label). All text from outside is escaped here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ BINS = 280
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Maps values low to high to the pixels begin to end."""
+    """An axis, which maps values from `low` to `high` to pixels from `begin` to `end`."""
 
     low: float
     high: float
@@ -63,8 +64,8 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Points, high_x: float, bins: int = BINS) -> list[tuple[float, float]]:
-    """Returns real points only: of each of `bins` equal stretches of x the first, minimum, maximum and last, in their
-    order, so that no peak is lost.
+    """Returns the first, minimum, maximum and last point of each of `bins` equal stretches of x, in their order. All
+    are points of the curve, and no peak is lost.
     """
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
@@ -77,7 +78,7 @@ def thinned(points: Points, high_x: float, bins: int = BINS) -> list[tuple[float
 
 
 Reach = tuple[float, float, str]
-"""An axis before it has a place: its minimum and maximum value, its label with the unit."""
+"""Minimum and maximum value of an axis, and its label with the unit."""
 
 
 def curves(
@@ -91,7 +92,7 @@ def curves(
     shaded: Points = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draws lines. `stepped`: a value holds until the next point; `share`: y in per cent; `shaded`: stretches of x.
+    """Draws lines. `stepped`: a value holds until the next point. `share`: y is in per cent. `shaded`: stretches of x.
 
     `marks`: values of x with a text, drawn as lines across.
     """
@@ -109,7 +110,7 @@ def curves(
 
 
 def histogram(values: Sequence[float], label: str, count_label: str, bins: int = 40) -> str:
-    """Draws the number of values in each of `bins` equal stretches from 0 to the greatest."""
+    """Draws the number of values in each of `bins` equal stretches from 0 to the maximum."""
     high = max(values, default=0) or 1
     counts = [0] * bins
     for value in values:
@@ -126,7 +127,9 @@ def histogram(values: Sequence[float], label: str, count_label: str, bins: int =
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`whisker`: its minimum and maximum; `part`: its last stretch, drawn darker; `mark`: a line across it."""
+    """`whisker`: minimum and maximum of the value. `part`: length of the last stretch of the bar, drawn darker. `mark`:
+    value at which a line crosses the bar.
+    """
 
     name: str
     value: float
@@ -137,7 +140,7 @@ class Bar:
 
 
 def bars(items: Sequence[Bar], label: str, colours: Colours, reference: float | None = None) -> str:
-    """Draws horizontal bars from 0, each with its figure; a dashed line at `reference`."""
+    """Draws horizontal bars from 0, each with its figure, and a dashed line at `reference`."""
     left, row, height = 130, 30, len(items) * 30 + TOP + BOTTOM
     high = max((max(bar.value, *(bar.whisker or (0,)), bar.mark or 0, reference or 0) for bar in items), default=1)
     across = Axis(0, high or 1, left, W - 130, label)
@@ -164,7 +167,7 @@ def bars(items: Sequence[Bar], label: str, colours: Colours, reference: float | 
 
 
 def colours_of(systems: Iterable[str]) -> Colours:
-    """Returns each system's colour, by its place; a system that occurs twice has one colour."""
+    """Returns each system's colour by its place. A system that occurs twice has one colour."""
     places = enumerate(dict.fromkeys(systems))
     return {name: f"s{index % COLOURS}" + (" again" if index >= COLOURS else "") for index, name in places}
 

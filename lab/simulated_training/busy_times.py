@@ -1,4 +1,4 @@
-"""Times in which replicas generated or loaded weights, and training ran. Written by `TrainingHost`, read by figures.
+"""Times in which replicas generated or loaded weights, and training ran. `TrainingHost` writes them for the figures.
 
 Invariant: intervals of one replica and kind do not overlap, except loads that follow each other closely.
 """
@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 class BusyTimes:
-    """Intervals in seconds: `training`, and by replica `generating` and `loading`."""
+    """Intervals in seconds: `training`, and `generating` and `loading` by replica."""
 
     def __init__(self, replicas: int):
         self.training: list[Interval] = []
@@ -24,7 +24,7 @@ class BusyTimes:
         self.loading[replica].append((begin_s, end_s))
 
     def generates(self, replica: int, runs: bool, now: float) -> None:
-        """Records after a turn of the replica whether it runs anything."""
+        """Records, after a turn of the replica, whether it runs anything."""
         since = self._since[replica]
         if runs and since is None:
             self._since[replica] = now
@@ -34,7 +34,7 @@ class BusyTimes:
 
 
 def covered_s(intervals: Iterable[Interval], begin_s: float, end_s: float) -> float:
-    """Returns the seconds from begin_s to end_s that are in an interval or more."""
+    """Returns the seconds from begin_s to end_s that are in at least one interval."""
     total_s, reached_s = 0.0, begin_s
     for interval in sorted(intervals):
         first_s, last_s = max(interval[0], reached_s), min(interval[1], end_s)

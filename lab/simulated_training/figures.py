@@ -1,8 +1,8 @@
 """Seconds of training, rewards and weights, from published figures; each has its source, or the reason for an
 assumption.
 
-Training takes operations / (GPUs * peak * share): 6 a parameter and token for the gradient, and in modes that compute
-old logprobs again 2 for that pass. No figure is fitted to a result. Called by the training host.
+Training takes operations / (GPUs * peak * share). Operations for each parameter and token are 6 for the gradient; modes
+that compute old logprobs again add 2 for that pass. No figure is fitted to a result. Called by the training host.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tailrace.lab.simulator.scenario import Known, Scenario, ScenarioModel
 
 
 class TrainingFigures(ScenarioModel):
-    """Figures that scenarios have in common. Shares are of 1, seconds of the simulated clock."""
+    """Figures that all scenarios have in common. Shares are from 0 to 1; seconds are those of the simulated clock."""
 
     compute_share: Known[float] = Known(
         value=0.4, source="Llama 3 report (arXiv 2407.21783), table 4: 38 to 43 % of BF16 peak on H100, dense"
@@ -55,7 +55,9 @@ class TrainingFigures(ScenarioModel):
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of one scenario. `token_gpu_s`: training on a token, times GPUs. `load_s`: weights into a replica."""
+    """Costs of one scenario in seconds. `token_gpu_s`: GPU-seconds of training on a token. `load_s`: seconds to load
+    weights into a replica. `piece_tokens`: minimum tokens of a gradient's piece on each GPU.
+    """
 
     token_gpu_s: float
     piece_tokens: int
@@ -65,8 +67,8 @@ class StepCosts:
 
     @classmethod
     def of(cls, scenario: Scenario, figures: TrainingFigures, gpus: int, old_logprobs: bool) -> "StepCosts":
-        """Returns the costs. `gpus`: GPUs of the whole cluster, whose nodes compute rewards. `old_logprobs`: they are
-        computed again.
+        """Returns the costs. `gpus`: GPUs of the whole cluster, whose nodes compute rewards. `old_logprobs`: whether
+        the trainer computes old logprobs again.
         """
         gpu, model = GPUS[scenario.gpu.value], MODELS[scenario.model.value]
         passes = figures.gradient_ops.value + figures.logprob_ops.value * old_logprobs

@@ -1,6 +1,6 @@
-"""The learner of the mode `bounded_groups`: gradients of whole groups as they end, from whatever step they came.
+"""The learner of the mode `bounded_groups`: gradients of whole groups as they end, whatever step they came from.
 
-Invariants: each group is trained on once, within the bound of `GroupTurns`; a step has as many groups as any other.
+Invariants: each group is trained on once, within the limit of `GroupTurns`; all steps have the same number of groups.
 Called by `TrainingHost`.
 """
 
@@ -12,7 +12,7 @@ from tailrace.policies.models.group_turns import GroupTurns
 
 
 class GroupLearner(Learner):
-    """`ahead`: updates between the admission of a group and its use, at most."""
+    """`ahead`: maximum number of updates between the admission of a group and its use."""
 
     def __init__(
         self, steps: Sequence[Sequence[WorkloadGroup]], reward_sample_s: float, piece_tokens: float, ahead: int
@@ -27,7 +27,7 @@ class GroupLearner(Learner):
         self._done = 0  # groups of the present step in pieces that are trained on
 
     def admitted(self) -> list[tuple[int, WorkloadGroup]]:
-        """Returns the groups that may be begun now, each with the step that it comes from."""
+        """Admits the groups that may begin now, and returns them, each with the step that it comes from."""
         found = []
         while self._waiting and self._turns.room > 0:
             key = self._waiting.pop()

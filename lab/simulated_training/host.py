@@ -1,10 +1,11 @@
 """The shell of a simulated training: the rollout's shell with a learner, and weights that change.
 
-Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them: at once, or
-with `kv_on_update: finish` when the core lets it go. With `own_update` the core knows one version: a replica keeps its
-own weights for samples in flight, holds samples of a later step until it runs nothing, and loads. With `puts_off` the
-group of an outlier that the core moves to the next step is trained there. Invariants: no token of step t was made by
-weights that lack more than `ahead` updates, one more if put off, and none by later ones. Called by `run`.
+Each change of weights is a `WeightsChanged` of the core. A replica joins again once it has loaded the weights. It loads
+them at once, or with `kv_on_update: finish` when the core lets it go. With `own_update` the core knows one version. A
+replica then keeps its weights for samples in flight, holds samples of a later step until it runs nothing, and loads.
+With `puts_off` the group of an outlier that the core moves to the next step is trained on there. Invariants: the
+weights of a token of step t lack at most `ahead` updates, or one more if its group was put off, and are never of later
+steps. Called by `run`.
 """
 
 from collections import Counter
@@ -27,8 +28,8 @@ from tailrace.policies.protocol import events as ev
 
 
 class TrainingHost(SimulatedHost):
-    """`train_gpus`: number of GPUs that train, while they do. The record: `published_s` (when the weights of each step
-    were made), `rolled_s` (when its last sample ended), `versions_of` and `busy`.
+    """`train_gpus`: number of GPUs that train, while they do. The record of a run: `published_s` (seconds at which the
+    weights of each step were made), `rolled_s` (seconds at which its last sample ended), `versions_of` and `busy`.
     """
 
     overlaps = True
@@ -63,7 +64,7 @@ class TrainingHost(SimulatedHost):
         self._versions: dict[str, int] = {}  # versions of the weights that make a running chunk
         self._groups: dict[str, tuple[int, WorkloadGroup]] = {}
         self.published_s: list[float] = []
-        self.versions_of: dict[tuple[int, str], list[tuple[int, int]]] = {}  # (version, tokens) of each sample, in turn
+        self.versions_of: dict[tuple[int, str], list[tuple[int, int]]] = {}  # (version, tokens) of each sample's chunks
         self.busy = BusyTimes(len(fleet.replicas))
 
     # ---- steps -------------------------------------------------------------------------------------------
@@ -84,7 +85,9 @@ class TrainingHost(SimulatedHost):
                     self._load(replica, self._now)
 
     def _submit_allowed(self) -> None:
-        """Submits steps within the capacity: at most `ahead` updates before the one after which they are trained on."""
+        """Submits the steps that may begin: those whose training begins at most `ahead` updates after the present
+        version.
+        """
         if self._mode.by_groups:
             self._submit_groups()
             return
@@ -95,8 +98,8 @@ class TrainingHost(SimulatedHost):
             self._groups |= {group.group_id: (self._step, group) for group in self._workload.steps[self._step]}
 
     def _submit_groups(self) -> None:
-        """Submits the groups that may begin, one by one; a step's first ones open its batch, and its last ones close
-        it.
+        """Submits the groups that may begin, one by one. The first groups of a step open its batch, and the last ones
+        close it.
         """
         for step, groups in groupby(self._learner.admitted(), key=lambda pair: pair[0]):
             added = [group for _, group in groups]
@@ -107,11 +110,11 @@ class TrainingHost(SimulatedHost):
             self._submit_specs(added, is_open=not is_last)
 
     def _round_over(self) -> bool:
-        """Returns whether all submitted samples have ended, and all but the last step is trained on."""
+        """Returns whether all submitted samples have ended, and all submitted steps but the last are trained on."""
         return not self._samples and self._learner.version >= self._step
 
     def _put_off_outliers(self) -> None:
-        """Counts the groups of outliers that have moved on to the next step, once each."""
+        """Puts off the groups of outliers that have moved to the next step, once each."""
         for sample, where in self._core.outliers.moved.items():
             group_id = sample.group.spec.group_id
             step, group = self._groups.get(group_id, (None, None))
@@ -121,7 +124,7 @@ class TrainingHost(SimulatedHost):
                 self._train()
 
     def trained_in(self, step: int, sample_id: str) -> int:
-        """Returns the step in which a sample is trained on that came with `step`."""
+        """Returns the step in which a sample is trained on. `step`: the step that the sample came with."""
         return self._learner.trained_in.get((step, sample_id.rpartition("#")[0]), step)
 
     @property
@@ -172,7 +175,7 @@ class TrainingHost(SimulatedHost):
         if self._training:
             return
         if self._mode.rounds and self._learner.version > self._version:
-            return  # the weights of the last one are given out first
+            return  # the weights of the last step are published first
         first = not self._learner.steps[min(self._learner.version, len(self._learner.steps) - 1)].taken
         if piece := self._learner.next_piece():
             seconds = sum(map(trained_tokens, piece)) * self._costs.token_gpu_s / self._train_gpus
@@ -194,8 +197,8 @@ class TrainingHost(SimulatedHost):
         self._train()
 
     def _end_round(self) -> None:
-        """Records that the rollout of a step, or the training on the one before, has ended, and continues if both
-        have.
+        """Publishes weights or submits the next step if both the rollout of a step and the training on the one before
+        have ended. Called when either ends.
         """
         if self._step + 1 < len(self._workload.steps) and not self._round_over():
             return
@@ -206,7 +209,7 @@ class TrainingHost(SimulatedHost):
         self._train()
 
     def _publish(self) -> None:
-        """Publishes new weights: for all replicas now, or for each as it comes to them."""
+        """Publishes new weights: all replicas load them now, or each replica when it is free to."""
         self._version = self._learner.version
         if self._version == len(self._workload.steps):
             return

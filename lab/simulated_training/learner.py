@@ -1,8 +1,8 @@
 """The learner of a simulated training: rewards of ended groups, and pieces of a step's gradient in order.
 
-Invariants: steps are trained one after another; each group is in one piece; a piece holds groups that are scored, in an
-order fixed before the step (by expected length, then by place), with no gap. Called by `TrainingHost`, which has the
-clock.
+Invariants: steps are trained on one after another; each group is in one piece. A piece holds groups with rewards,
+without a gap, in an order that is fixed before the step: by expected length, then by place. Called by `TrainingHost`,
+which has the clock.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from tailrace.lab.simulator.types import WorkloadGroup
 
 @dataclass(slots=True)
 class StepProgress:
-    """`order`: groups as they are trained on. `taken`: those in pieces so far. `scored`: with rewards."""
+    """`order`: groups in the order of training. `taken`: number of groups in pieces so far. `trained`: number of groups
+    in pieces that are trained on. `scored`: ids of groups with rewards.
+    """
 
     order: list[WorkloadGroup]
     unended: int
@@ -23,7 +25,9 @@ class StepProgress:
 
 
 class Learner:
-    """`piece_tokens`: minimum tokens of a piece, except the last one. Without it a step is one piece."""
+    """`piece_tokens`: minimum tokens of a piece, except the last one; None: a step is one piece. `late`: rewards begin
+    once all groups of the step have ended.
+    """
 
     def __init__(
         self, steps: Sequence[Sequence[WorkloadGroup]], reward_sample_s: float, piece_tokens: float | None, late: bool
@@ -33,10 +37,10 @@ class Learner:
         self._reward_sample_s, self._piece_tokens, self._late = reward_sample_s, piece_tokens, late
         self._scorers_free_s = 0.0
         self.version = 0  # steps trained on
-        self.trained_in: dict[tuple[int, str], int] = {}  # by the step that a group came with, and its id
+        self.trained_in: dict[tuple[int, str], int] = {}  # by the step that a group came with and its id
 
     def ended(self, step: int, group: WorkloadGroup, now: float) -> list[tuple[float, WorkloadGroup]]:
-        """Returns groups whose rewards begin now that this one has ended, each with the time at which it is scored."""
+        """Returns the groups whose rewards begin now that `group` has ended, each with the time at which it is scored."""
         progress = self.steps[step]
         progress.unended -= 1
         if self._late and progress.unended:
@@ -48,7 +52,7 @@ class Learner:
         return found
 
     def put_off(self, step: int, group: WorkloadGroup) -> None:
-        """Counts an unended group to the next step: it is trained on last there."""
+        """Moves an unended group to the next step, where it is trained on last."""
         before, after = self.steps[step], self.steps[step + 1]
         self.trained_in[step, group.group_id] = step + 1
         before.order.remove(group)
@@ -61,7 +65,7 @@ class Learner:
         self.steps[step].scored.add(group_id)
 
     def next_piece(self) -> list[WorkloadGroup]:
-        """Returns the groups of the step's next piece; empty while too few are scored."""
+        """Takes the step's next piece, and returns its groups; empty while too few are scored."""
         if self.version == len(self.steps):
             return []
         progress, piece, tokens = self.steps[self.version], [], 0
@@ -79,7 +83,7 @@ class Learner:
         return piece
 
     def trained(self, piece: list[WorkloadGroup]) -> bool:
-        """Records that a piece is trained. Returns whether the step is."""
+        """Records that a piece is trained on. Returns whether its whole step is trained on."""
         progress = self.steps[self.version]
         progress.trained += len(piece)
         if progress.trained < len(progress.order):
@@ -94,8 +98,8 @@ def trained_tokens(group: WorkloadGroup) -> int:
 
 
 def fixed_order(groups: Sequence[WorkloadGroup]) -> list[WorkloadGroup]:
-    """Returns the groups by mean length in the last epoch, shortest first; those without history in the given order,
-    last.
+    """Returns the groups by mean length in the last epoch, shortest first. Groups without history come last, in the
+    order given.
     """
 
     def expected(group: WorkloadGroup) -> float:

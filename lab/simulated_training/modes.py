@@ -1,7 +1,7 @@
 """Modes of training: the order of rollout and training steps, by name, with their policies and their GPUs.
 
-All have the same number of GPUs: with `apart` a share of them trains and the others roll out, else all do both by
-turns. Invariant: a mode is a value; its meaning in time is in `host` and `learner` alone.
+All modes have the same number of GPUs. With `apart` a share of them trains and the others roll out; otherwise all GPUs
+do both by turns. Invariant: a mode is a value; its meaning in time is in `host` and `learner` alone.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,14 @@ MIGRATING = replace(HISTO_PIPE, policies=HISTO_PIPE.policies | {"ordering": {"ty
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """`ahead`: steps that the rollout may be ahead of training. `streams`: gradients begin before the step has ended,
-    in a fixed order. `rounds`: rollout and training begin together and wait for each other. `in_flight`: samples
-    continue through updates. `own_update`: each replica loads weights by itself, between two of its steps. `late`:
-    rewards begin once the rollout has ended. `old_logprobs`: the trainer computes them again. `by_length`: a step's
-    prompts had answers of like length an epoch ago. `puts_off`: outliers that move to the next step are trained there.
-    `by_groups`: groups are admitted one by one and trained on as they end, within `ahead` updates."""
+    """`ahead`: maximum number of steps by which the rollout is ahead of training. `streams`: gradients begin before the
+    step has ended, in a fixed order. `rounds`: rollout and training begin together and wait for each other.
+    `in_flight`: samples continue through updates. `own_update`: each replica loads weights by itself, between two of
+    its steps. `late`: rewards begin once the rollout has ended. `old_logprobs`: the trainer computes old logprobs
+    again. `by_length`: the prompts of a step had answers of like length an epoch ago. `puts_off`: outliers that move to
+    the next step are trained on there. `by_groups`: groups are admitted one by one and trained on as they end, within
+    `ahead` updates.
+    """
 
     about: str
     system: System
@@ -91,7 +93,9 @@ BASELINE = "verl"
 
 
 def mode(name: str, max_staleness: int = 2) -> TrainingMode:
-    """Looks up a system. Raises ValueError that suggests the closest name."""
+    """Looks up a mode. Raises ValueError that suggests the closest name. `max_staleness`: value of `ahead` for modes
+    whose samples continue through updates.
+    """
     if name not in MODES:
         near = get_close_matches(name, MODES, n=1, cutoff=0.4)
         hint = f"nearest: {near[0]}; " if near else ""

@@ -1,4 +1,4 @@
-"""Figures of modes over seeds: means, and ratios to verl's shape of the same seed. Same runs, same bytes."""
+"""Figures of modes over seeds: means, and ratios to verl's shape of the same seed. The same runs give the same bytes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +9,8 @@ SHARES = ("rollout_share", "train_share", "weights_share", "waiting_share", "idl
 
 
 def training_summary(runs: Mapping[str, Sequence[dict]]) -> dict[str, dict]:
-    """Returns, by mode, the mean of each figure over the seeds, the greatest staleness, and `ratio`: [mean, min, max]
-    of the baseline's seconds a step over the mode's, seed by seed. Raises ValueError without the baseline.
+    """Returns by mode the mean of each figure over the seeds, and the maximum staleness. `ratio`: [mean, min, max] of
+    the baseline's seconds a step over the mode's, seed by seed. Raises ValueError without the baseline.
     """
     if BASELINE not in runs:
         raise ValueError(f"{BASELINE}, the baseline, is not among {', '.join(runs)}")
@@ -26,7 +26,7 @@ def _of_mode(runs: Sequence[dict], base: Sequence[dict]) -> dict:
 
 
 def training_rows(modes: Mapping[str, dict]) -> list[tuple[str, ...]]:
-    """Returns a row of HEADS for each mode."""
+    """Returns a row for each mode, with the columns of HEADS."""
     return [
         (
             name,

@@ -24,11 +24,13 @@ from tailrace.policies.families.kv_on_update import finishes
 from tailrace.policies.families.registry import Policies
 
 WARM_UP = 2
-"""Number of first steps that are not counted: rollout and training have not met yet."""
+"""Number of first steps that are not counted: rollout and training do not run side by side yet."""
 
 
 def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> tuple[int, int]:
-    """Returns the GPUs that roll out, in whole replicas, and the GPUs that train."""
+    """Returns the number of GPUs that roll out, in whole replicas, and of those that train. Raises ValueError if none
+    are left for training.
+    """
     total, each = scenario.gpus.value, scenario.gpus_per_replica.value
     if not mode.apart:
         return total // each * each, total
@@ -75,15 +77,16 @@ def host_of(
 def train_run(
     scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures | None = None, **how
 ) -> dict:
-    """Returns the figures of one training; `how` as of `host_of`.
+    """Returns the figures of one training. `how`: keyword arguments of `host_of`.
 
-    step_s: from one publication of weights to the next, mean after WARM_UP steps. Shares of that time: `rollout` some
-    replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. total_s: of all
-    steps. idle_share: of all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of
-    GPUs that roll out. staleness: updates that a token's weights lack when it is trained on. mixed_share: of samples,
-    those with tokens of several versions. tail_s: from 90 % of a step's samples ended to the last, mean.
-    migrated_share: of samples, those that left their ranking group; other_step_share: of groups, those trained on in
-    another step than they came with.
+    step_s: mean seconds from one publication of weights to the next, after WARM_UP steps. total_s: seconds of all
+    steps. Shares of the counted time, which may overlap: rollout_share, some replica generates; train_share, training
+    runs; weights_share, some replica loads; waiting_share, none of these. idle_share: share of all GPU-seconds in which
+    a GPU neither generates, trains nor loads; rollout_idle_share: the same of the GPUs that roll out. staleness:
+    updates that a token's weights lack when it is trained on. mixed_share: share of samples with tokens of several
+    versions. tail_s: mean seconds from 90 % of a step's samples ended to the last. migrated_share: share of samples
+    that left their ranking group. other_step_share: share of groups that were trained on in another step than they came
+    with.
     """
     figures = figures or TrainingFigures()
     host = host_of(scenario, mode, seed, steps, figures, **how)

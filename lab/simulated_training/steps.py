@@ -1,8 +1,9 @@
 """The prompts of each training step: new ones until the data set is used up, then the same again, an epoch later.
 
-Invariant: a prompt's history holds only earlier epochs, which have ended before it comes again (steps in flight are far
-fewer than an epoch's). The order within a step is a digest's, or a replica would get the same prompts each epoch. With
-`by_length` the prompts of an epoch are divided as `tailrace train` divides them, by their longest answer an epoch ago.
+Invariant: a prompt's history holds only earlier epochs. They have ended before the prompt comes again, as steps in
+flight are far fewer than those of an epoch. The order within a step is by a digest; otherwise a replica would get the
+same prompts each epoch. With `by_length` the prompts of an epoch are divided as `tailrace train` divides them, by their
+longest answer an epoch ago.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from tailrace.policies.models.hashed_random import fraction
 
 
 def training_workload(scenario: Scenario, seed: int, steps: int, epoch_steps: int, by_length: bool = False) -> Workload:
-    """Returns `steps` steps of `scenario.prompts` prompts. Lengths drift from epoch to epoch, by the drift of all its
-    steps.
+    """Returns `steps` steps of `scenario.prompts` prompts. Lengths drift from epoch to epoch, by the drift of all steps
+    of an epoch.
     """
     prompts, slots = scenario.prompts.value, min(steps, epoch_steps)
     drift = scenario.lengths.drift.value * epoch_steps if scenario.lengths.drift else 0.0
@@ -34,7 +35,9 @@ def training_workload(scenario: Scenario, seed: int, steps: int, epoch_steps: in
 
 
 def _by_length(groups: Sequence[WorkloadGroup], prompts: int, seed: int, epoch: int) -> list[WorkloadGroup]:
-    """Returns an epoch's groups, those of each step of like length an epoch ago; unchanged without history."""
+    """Returns an epoch's groups, so that those of each step had answers of like length an epoch ago; unchanged without
+    history.
+    """
     longest = {group.group_id: max(group.past_lengths[0]) for group in groups if group.past_lengths}
     sizes = [prompts] * (len(groups) // prompts)
     return by_like_length(

@@ -6,7 +6,7 @@ from typing import Any
 from tailrace.app.train.record.ledger import LedgerRow
 
 COMPARED = ("reward_mean", "reward_std", "loss", "grad_norm", "weights_checksum")
-"""Fields that have to be equal. The checksum is of all bits of all parameters after the step."""
+"""Names of the fields that have to be equal. The checksum is of all bits of all parameters after the step."""
 
 
 def first_difference(expected: Sequence[LedgerRow], got: Sequence[LedgerRow]) -> dict[str, Any] | None:

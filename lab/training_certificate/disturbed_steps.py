@@ -10,11 +10,15 @@ from tailrace.lab.verification.chaos import kill, stores
 LOOK_S = 0.1
 
 Disturb = Callable[[RolloutClient, str], Awaitable[str]]
-"""Takes the id of the step's batch. Returns a note, empty if it did not happen."""
+"""A function that disturbs a service, given a client and the id of the step's batch. Returns a note, which is empty if
+the disturbance did not happen.
+"""
 
 
 async def end_a_store(client: RolloutClient, batch_id: str) -> str:
-    """Kills the process of a node of the KV pool, with all its KV."""
+    """Kills the process of a node of the KV pool, with all its KV. Returns a note, which is empty if there is no such
+    process.
+    """
     view = (await client.status()).pool
     pids = stores(view) if view is not None and view.status is not None else []
     await kill(pids[:1])
@@ -22,7 +26,9 @@ async def end_a_store(client: RolloutClient, batch_id: str) -> str:
 
 
 class DisturbedSteps:
-    """`by_step`: a disturbance for each disturbed step, counted from 0. A context, with `notes` at its end."""
+    """A context in which steps are disturbed. `by_step`: a disturbance for each disturbed step, counted from 0.
+    `notes`: the disturbances' notes by step, at the end of the context.
+    """
 
     def __init__(self, client: RolloutClient, by_step: Mapping[int, Disturb]):
         self._client, self._by_step = client, by_step

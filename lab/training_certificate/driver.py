@@ -20,7 +20,7 @@ LOOK_S = 0.2
 
 
 class TrainingDriver:
-    """`folder`: folder of the run. `address`: address of the cluster. `backwards`: add gradients in the reverse of the
+    """`folder`: folder of the run. `address`: address of the cluster. `backwards`: adds gradients in the reverse of the
     fixed order.
     """
 
@@ -29,7 +29,9 @@ class TrainingDriver:
         self._ledger = folder / "ledger.jsonl"
 
     def run(self, kill_after: int | None = None) -> list[LedgerRow]:
-        """Trains to the end, or until this many steps are in the ledger. Raises Failed if the driver fails."""
+        """Trains to the end, or until `kill_after` steps are in the ledger. Returns the ledger's rows. Raises Failed if
+        the driver fails.
+        """
         process = get_context("spawn").Process(target=_train, args=self._arguments, name="trainer")
         process.start()
         while process.is_alive() and (kill_after is None or len(self._rows()) < kill_after):

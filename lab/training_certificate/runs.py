@@ -1,9 +1,9 @@
 """The certificate of learning: one training, by the plainest rollout and by one with every change that must not matter.
 
-The reference has one replica, whole samples, no drafts and no pool, and trains by turns. The other run has chunks,
-moves, drafts from group and history, replicas that start and stop, gradients that overlap with the rollout, a replica
-killed in one step, a store of the pool in another, and a driver that is killed and started again. Called by `tailrace
-verify --train`.
+The reference has one replica, whole samples, no drafts and no pool; rollout and training alternate. The other run has
+chunks, moves, drafts from group and history, replicas that start and stop, and gradients that overlap with the rollout.
+A replica is killed in one step, a store of the pool in another, and the driver is killed and started again. Called by
+`tailrace verify --train`.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ DISTURBED = {1: kill_a_replica, 2: end_a_store}
 """Disturbances by step, counted from 0."""
 
 KILLED_AFTER = 3
-"""Number of steps in the ledger when the driver is killed; it continues from the checkpoint after the second."""
+"""Number of steps in the ledger when the driver is killed; it continues from the checkpoint after the second step."""
 
 MIN_STEPS = 4
 
@@ -51,7 +51,7 @@ EVERYTHING = chunked(16, "fixed", "round_robin") | SHRINKS
 
 
 def training(model: str, steps: int, groups: int, samples: int, max_tokens: int) -> TrainConfig:
-    """Returns the configuration: sums of small numbers, with few questions, so that later steps have the history of
+    """Returns the configuration: sums of small numbers, with so few questions that later steps have the history of
     earlier ones.
 
     The reward differs from sample to sample: a group with one reward for all has no gradient, and proves nothing.
@@ -70,9 +70,9 @@ def training(model: str, steps: int, groups: int, samples: int, max_tokens: int)
 
 
 def measure(file: ServeFile, config: TrainConfig, backwards: bool, say: Callable[[str], None]) -> dict:
-    """Runs both, and returns whether they are the same to the bit. Close calls are drawn again in both.
+    """Trains by both rollouts. Returns the certificate, with the figures of close calls, which are drawn again in both.
 
-    `backwards`: a fault, which the comparison must find.
+    `backwards`: the second run adds gradients in the wrong order, a fault that the comparison must find.
     """
     file = with_engine(file, {"model": config.model, "exactness": "bits", "redraw_close_calls": True})
     with TemporaryDirectory(prefix="tailrace-certificate-") as folder:
@@ -86,8 +86,8 @@ def measure(file: ServeFile, config: TrainConfig, backwards: bool, say: Callable
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """`work`: the engines' counts of draws, see `closeness.work_of`. `notes`: one for each disturbance, empty if it did
-    not happen.
+    """`work`: the engines' counts of draws, see `closeness.work_of`. `notes`: one for each disturbance, which is empty
+    if the disturbance did not happen.
     """
 
     name: str
@@ -141,7 +141,7 @@ def by_step(groups: list[GroupResult]) -> list[GroupResult]:
 
 def certificate(plain: TrainingRun, everything: TrainingRun) -> dict:
     """Returns the certificate. `identical`: all steps are the same to the bit, the second run was disturbed as planned,
-    and a wrong order of gradients would have shown. `ordered_steps`: those in which it would.
+    and a wrong order of gradients would have shown. `ordered_steps`: number of steps in which a wrong order would show.
     """
     difference = first_difference(plain.rows, everything.rows)
     runs = [figures(plain, None), figures(everything, difference)]
