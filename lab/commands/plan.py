@@ -79,7 +79,7 @@ def _workload(workload: str, cluster: str | None, tokenizer: str, seeds: int):
 
 
 def _changed(scenario, given: dict):
-    """Returns the set-up with the values of the options. Raises BadInput for names that the step model does not have."""
+    """Returns the set-up with the values of the options. Raises BadInput for names that are not in the step model."""
     from tailrace.lab.simulator.hardware import GPUS, MODELS, nearest
     from tailrace.lab.simulator.scenario import Known
 

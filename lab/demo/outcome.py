@@ -50,7 +50,7 @@ class DemoOutcome:
 
 
 def output_files(folder: Path) -> dict[str, OutputFile]:
-    """Returns the files of a demo to be written, by run, and `about`. Raises BadInput if other files have these names."""
+    """Returns the files to be written, by run, and `about`. Raises BadInput if a file holds something else."""
     files = {name: OutputFile(_journal(folder, name), "--out", JOURNAL) for name in NAMES}
     return files | {"about": OutputFile(folder / "about.json", "--out", ABOUT)}
 

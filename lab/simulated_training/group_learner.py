@@ -23,7 +23,7 @@ class GroupLearner(Learner):
         self._groups = {(step, group.group_id): group for step, groups in enumerate(steps) for group in groups}
         self._waiting = list(self._groups)[::-1]  # groups not admitted yet, the next one last
         self._scored: set[tuple[int, str]] = set()
-        self._picked: list[WorkloadGroup] = []  # of the next piece
+        self._picked: list[WorkloadGroup] = []  # groups of the next piece
         self._done = 0  # groups of the present step in pieces that are trained on
 
     def admitted(self) -> list[tuple[int, WorkloadGroup]]:

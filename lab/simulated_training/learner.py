@@ -40,7 +40,9 @@ class Learner:
         self.trained_in: dict[tuple[int, str], int] = {}  # by the step that a group came with and its id
 
     def ended(self, step: int, group: WorkloadGroup, now: float) -> list[tuple[float, WorkloadGroup]]:
-        """Returns the groups whose rewards begin now that `group` has ended, each with the time at which it is scored."""
+        """Returns the groups whose rewards begin now that `group` has ended, each with the time at which it has its
+        reward.
+        """
         progress = self.steps[step]
         progress.unended -= 1
         if self._late and progress.unended:

@@ -1,4 +1,4 @@
-"""Figures of modes over seeds: means, and ratios to verl's shape of the same seed. The same runs give the same bytes."""
+"""Figures of modes over seeds: means, and ratios to verl's shape of the same seed. Equal runs give equal bytes."""
 
 from collections.abc import Mapping, Sequence
 

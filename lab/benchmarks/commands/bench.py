@@ -236,7 +236,7 @@ def _counter(tokenizer: str | None) -> Callable[[str], int]:
 @click.option("--prior", type=click.Path(exists=True, path_type=Path), help="Begin with this file of --fit.")
 @AS_JSON
 def drafts(trace, tokenizer, ablation, fit, prior, as_json):
-    """Measure tokens per verification with the draft index, beside Arctic's rule, and the speed of the group context."""
+    """Measure tokens per verification with the draft index, beside Arctic's rule, and the group context's speed."""
     from tailrace.app.files.traces import read_trace
     from tailrace.app.model import resolve_model
 

@@ -118,7 +118,7 @@ def _profiles(rollouts: list) -> dict[str, tuple[float, ...]]:
 
 
 def _cost(engine, profile: Path | None):
-    """Returns the cost of a step by its number of tokens: from a file, or from an engine that is started and profiled."""
+    """Returns the cost of a step by its number of tokens, from a file or from an engine that is profiled now."""
     from tailrace.lab.benchmarks.drafting.budgets import cost_of
 
     if profile is not None:
