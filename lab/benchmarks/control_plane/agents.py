@@ -1,7 +1,8 @@
-"""Recorded sessions of agents on modelled replicas: Tailrace's core, by whole trajectories, against other routers.
+"""Benchmark of recorded agent sessions on modelled replicas: Tailrace's core, by whole trajectories, and other routers.
 
-Every system has the same replicas, the same steps and the same bytes of HBM and DRAM. `SIZES`: the KV of the larger
-tier over the mean context of all sessions that are open. Rates are of a window in the midst of a long run.
+Every system has the same replicas, the same steps and the same bytes of HBM and DRAM. `SIZES`: tokens of KV in the
+larger tier, over the tokens of all open sessions at their mean context. Rates are those of a window in the middle of a
+long run.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +19,26 @@ from tailrace.lab.simulator.agents.trace import AgentSession
 SIZES = {"plenty": 1.5, "all": 1.0, "half": 0.5, "quarter": 0.25}
 
 MARGIN = 32
-"""Requests by which `prefix` lets a replica be busier than the least busy one: the best of 4, 8, 16 and 32 at `all`; at
-`plenty` they are alike."""
+"""Maximum number of requests by which `prefix` lets a replica be busier than the least busy one. It is the best of 4,
+8, 16 and 32 at size `all`; at size `plenty` the four are alike.
+"""
 
 DRAFTS = {"tailrace": 2.36, "others": 2.04}
-"""Tokens a verification with --drafts: completions of code with 15 mates, by our index and by Arctic's rule, which is
-vLLM's suffix decoding (docs/measurements/drafts.md). Each verifies four more tokens than without."""
+"""Tokens per verification with --drafts, for completions of code with 15 mates: by our index, and by Arctic's rule,
+which is vLLM's suffix decoding (docs/measurements/drafts.md). Each verification computes four more tokens than a step
+without drafts.
+"""
 
 WARM_SHARE, MEASURED_SHARE = 0.25, 0.5
-"""Turns before the window, and in it, as shares of all turns of the trace."""
+"""Shares of all turns of the trace: turns before the window, and turns in the window."""
 
 
 def measure(
     sessions: Sequence[AgentSession], model: AgentReplica, replicas: int, drafts: bool, sizes: Sequence[str],
     gap_cap_s: float, say: Callable[[str], None],
 ) -> dict:  # fmt: skip
-    """Returns `sizes`: for each of them the figures of Tailrace, its ratios to the best rival and to `sticky`, and the
-    rivals' figures; `assumptions` with their sources.
+    """Returns the figures by size, as `sizes`, and `assumptions` with their sources. A size has the figures of
+    Tailrace, its ratios to the best rival and to `sticky`, and the rivals' figures.
     """
     turns = [turn for session in sessions for turn in session.turns]
     context = sum(turn.context for turn in turns) / len(turns)
@@ -82,8 +86,9 @@ def _routers() -> dict[str, Router]:
 
 
 def _figures(counts: AgentCounts, took_s: float, whole_s: float) -> dict:
-    """Returns the figures of one system. A trajectory is `whole_s` of work: a turn counts by its own. `fetch_share`: of
-    the seconds at a replica until first tokens, those in which KV came.
+    """Returns the figures of one system. `whole_s`: mean seconds of work of a session; the work of the turns that ended
+    counts as trajectories of this length. `fetch_share`: share of the seconds from a request's arrival at a replica to
+    its first token in which KV was fetched.
     """
     known = max(1, counts.known)
     first_s, late_s = np.percentile(counts.waits, (50, 99)) if counts.waits else (0.0, 0.0)
@@ -101,7 +106,7 @@ def _figures(counts: AgentCounts, took_s: float, whole_s: float) -> dict:
 
 
 def compared(systems: dict[str, dict]) -> dict:
-    """Returns the figures of `tailrace`, its ratios to the best of the others and to `sticky`, and the others'."""
+    """Returns the figures of `tailrace`, its ratios to the best rival and to `sticky`, and the rivals' figures."""
     ours, rivals = systems["tailrace"], {name: of for name, of in systems.items() if name != "tailrace"}
     rate = ours["trajectories_per_h"]
     best = max(rivals, key=lambda name: rivals[name]["trajectories_per_h"])

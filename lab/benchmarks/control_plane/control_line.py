@@ -1,6 +1,7 @@
-"""A chunk over a line: 8,192 tokens asked for and answered, between two processes over loopback, encrypted.
+"""Benchmark of a chunk of 8,192 tokens, there and back over a line between two processes: loopback, encrypted.
 
-The other process is an engine's end whose engine does nothing. Called by lab/benchmarks/control_plane/control.py.
+The other process has an engine's end of the line; its engine does nothing. Called by
+lab/benchmarks/control_plane/control.py.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ START_S = 60.0
 
 
 def measure(calls: int) -> dict:
-    """Round trips, chunks a second, and processor time of each end. Raises TimeoutError if the engine's end does not
-    come up."""
+    """Returns round trips, chunks per second, and processor time of each end. Raises TimeoutError if the engine's end
+    does not connect within START_S.
+    """
     return asyncio.run(_measure(calls))
 
 
@@ -65,7 +67,7 @@ async def _measure(calls: int) -> dict:
 
 
 class _IdleEngine:
-    """Answers at once."""
+    """An engine that answers at once."""
 
     def __init__(self, used_s):
         self._used_s = used_s
@@ -90,7 +92,7 @@ class _IdleEngine:
         return replace(self._result, chunk_id=chunk.chunk_id)
 
     async def abort(self, chunk_id: str, keep_kv: bool) -> None:
-        """No chunk runs for long."""
+        """Does nothing: every chunk has been answered."""
 
     async def stats(self) -> EngineStats:
         return EngineStats(

@@ -1,7 +1,7 @@
-"""What the pool's master takes for a key: put, look-up, get and remove, in batches as engines send them.
+"""Benchmark of the pool's master: cost of a key in put, look-up, get and remove, in batches as engines send them.
 
-The master is the pool's own, over loopback, with one store that lends it memory. Values are small, so that keys are
-what is paid for; the names are as long as an engine's. Invariant: what was started is stopped. Called by
+The master is the pool's own, over loopback, with one store that lends it memory. Values are small, so that the cost is
+that of keys; a key is as long as an engine's. Invariant: what was started is stopped. Called by
 lab/benchmarks/control_plane/control.py.
 """
 
@@ -21,11 +21,14 @@ from tailrace.lab.benchmarks.pool.transport import expect, store_client
 BATCH = 64
 VALUE = bytes(64)
 IDLE_S = 1.0
-"""The master works a little while nobody asks; that share is taken off."""
+"""Seconds for which the idle master is measured. The share of a core that it uses then is subtracted from the figures
+of the operations.
+"""
 
 
 def measure(keys: int, say: Callable[[str], None]) -> dict:
-    """By operation: microseconds a key as the client waits, by batch, and of the master's processor; bytes a key.
+    """Returns microseconds per key by operation, and the master's bytes per key. `client_us`: the client's wait, by
+    batch. `master_us`: the master's processor time.
 
     Raises Failed, in one line, when the pool does not start.
     """
@@ -43,14 +46,14 @@ async def _measure(keys: int, say: Callable[[str], None]) -> dict:
 
 
 class ObservedProcess:
-    """What the kernel says of a process."""
+    """Figures of a process by the kernel, from /proc."""
 
     def __init__(self, pid: int):
         self._folder = Path(f"/proc/{pid}")
 
     @property
     def cpu_s(self) -> float:
-        """User and system, in ticks of 10 ms."""
+        """Processor seconds so far, user and system, in ticks of 10 ms."""
         fields = (self._folder / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

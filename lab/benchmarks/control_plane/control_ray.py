@@ -1,9 +1,9 @@
-"""Calls of the control plane through Ray and Serve: coordinator to engine and to all engines, engine to context; and
-items that an engine or an actor pushes through one call.
+"""Benchmark of the control plane's calls through Ray and Serve: coordinator to one engine and to all, engine to
+context; and of items that an engine or an actor pushes through one call.
 
-A real application, Coordinator -> Engines, addressed and polled as ours, whose engines do nothing; and a real shard of
-the group context. Figures of Serve's calls are taken inside the coordinator's replica, where the core's loop runs.
-Invariant: what was started is stopped. Called by lab/benchmarks/control_plane/control.py.
+A real Serve application, Coordinator -> Engines, is addressed and polled as the service is; its engines do nothing. The
+shard of the group context is real. Serve's calls are measured inside the coordinator's replica, where the core's loop
+runs. Invariant: what was started is stopped. Called by lab/benchmarks/control_plane/control.py.
 """
 
 import asyncio
@@ -31,23 +31,28 @@ from tailrace.policies.protocol.events import ChunkEnd
 
 APP = "bench-control"
 ENGINES = 4
-"""Polled together: what a poll costs for each is the caller's, wherever they run."""
+"""Number of engines that are polled together. The cost of a poll for each engine is the caller's, wherever the engines
+run.
+"""
 
 CHUNK_TOKENS, CONTEXT_TOKENS = 8_192, 10_000
-"""Of the chunk that is asked for and answered: half way through an answer of 20,000 tokens."""
+"""Tokens of the measured chunk's result, and of its context: half way through an answer of 20,000 tokens."""
 
 RUNNING = 32
-"""Samples of a replica: what it reports when polled, and tells the context's shard of, a piece of each."""
+"""Number of samples of a replica. A polled engine reports each, and an exchange with the context's shard has a piece of
+each.
+"""
 
 PIECE_TOKENS = 12
-"""A quarter of a second (`linger_s`) at 50 tokens/s."""
+"""Tokens of a sample in a quarter of a second (`linger_s`), at 50 tokens/s."""
 
 START_S, MEASURE_S = 120.0, 600.0
 
 
 def measure(calls: int, say: Callable[[str], None]) -> dict[str, dict]:
-    """`serve_call`, `serve_chunk`, `serve_poll`, `serve_stream`, `actor_call`, `actor_exchange`, `actor_stream`. Raises
-    Failed, in one line."""
+    """Returns the figures of `serve_call`, `serve_chunk`, `serve_poll`, `serve_stream`, `actor_call`, `actor_exchange`
+    and `actor_stream`. Raises Failed, in one line, if Ray fails.
+    """
     with cluster():
         from ray import serve
         from ray.exceptions import RayError
@@ -99,7 +104,7 @@ def _application():
 
 
 class Sender:
-    """Sends items through one call."""
+    """A deployment or an actor that sends items through one call."""
 
     async def reports(self, count: int, apart_s: float) -> AsyncIterator[tuple[float, bytes]]:
         async for item in sent_items(count, apart_s):
@@ -110,7 +115,7 @@ class Sender:
 
 
 class NoEngine(Sender):
-    """Answers at once, with messages as long as an engine's."""
+    """An engine that answers at once, with messages as long as a real engine's."""
 
     def __init__(self):
         from ray import serve
@@ -123,7 +128,7 @@ class NoEngine(Sender):
         self._running = {f"batch/prompt-{n}#0/1": n for n in range(RUNNING)}
 
     async def nothing(self) -> None:
-        """The least that can be asked."""
+        """Does nothing: the smallest call."""
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
         return self._result
@@ -143,7 +148,7 @@ class NoEngine(Sender):
 
 
 class Caller:
-    """`engines`: a handle of NoEngine."""
+    """The coordinator's side of the calls. `engines`: a handle of NoEngine."""
 
     def __init__(self, engines):
         self._engines = engines
@@ -156,7 +161,7 @@ class Caller:
                 await asyncio.sleep(0.1)
 
         def ask(method: str, *arguments):
-            """As `deployments.coordinator.engine_client` does."""
+            """Calls a method of one engine, as `deployments.coordinator.engine_client` does."""
             return self._engines.options(session_id=answers[0].replica_id, method_name=method).remote(*arguments)
 
         async def cpu_s() -> float:
@@ -187,7 +192,9 @@ class Caller:
 
 
 async def _actors(calls: int) -> dict[str, dict]:
-    """A shard of the group context: asked for nothing, and told and asked what an engine does. An actor's items."""
+    """Returns the cost of an empty call to a shard of the group context, of an engine's exchange with it, and of an
+    actor's items.
+    """
     import ray
 
     from tailrace.deployments.context.shard import ContextShard

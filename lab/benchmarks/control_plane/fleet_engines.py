@@ -1,7 +1,7 @@
-"""Modelled engines of `tailrace bench fleet`, a few hundred to a process, each on a real line to the coordinator.
+"""Modelled engines of `tailrace bench fleet`, a few hundred in a process, each on a real line to the coordinator.
 
-A token takes a fixed time, whatever else runs; results and reports are those of a real engine in kind and in size.
-The process obeys a pipe: to open a line, to count, to end. Called by lab/benchmarks/control_plane/fleet.py.
+A token takes a fixed time, whatever else runs. Results and reports are those of a real engine in kind and in size. The
+process reads commands from a pipe: open a line, count, end. Called by lab/benchmarks/control_plane/fleet.py.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ NO_LATER_STEPS = (0,) * (len(STEP_BOUNDS_S) - 3)
 
 @dataclass(slots=True)
 class ModelledChunk:
-    """One that runs: it has made its first `piece.at_once` tokens at `began_s`."""
+    """A running chunk, which has made its first `piece.at_once` tokens at `began_s`."""
 
     request: ChunkRequest
     piece: LoadPiece
@@ -48,7 +48,9 @@ class ModelledChunk:
 
 
 class ModelledEngine:
-    """`tokens_per_s`: of each running sample. `late`: called with the seconds by which a chunk's end was late."""
+    """A modelled engine, in which each running sample makes `tokens_per_s` tokens per second. `late`: called with the
+    seconds by which a chunk's end was late.
+    """
 
     def __init__(self, replica_id: str, running: int, tokens_per_s: float, late: Callable[[float], None]):
         self._loop, self._tokens_per_s, self._late = asyncio.get_running_loop(), tokens_per_s, late
@@ -100,7 +102,7 @@ class ModelledEngine:
         return EngineStats(**self._constant, observed_at=time.time(), running=running, work=work, step_counts=counts)
 
     def _arm(self) -> None:
-        """One timer, for the next end."""
+        """Sets the one timer to the next end of a chunk."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(self._ends[0][0], self._end_due) if self._ends else None
@@ -123,7 +125,9 @@ class ModelledEngine:
 
 
 def _result(chunk: ChunkRequest, tokens: int, end: ChunkEnd) -> ChunkResult:
-    """`queue_s` has the time at which it was made, by the clock that all processes of a host share."""
+    """Returns a chunk's result. Its `queue_s` is the time at which it is made, by the monotonic clock that all
+    processes of a host share.
+    """
     return ChunkResult(
         chunk_id=chunk.chunk_id,
         token_ids=TOKENS[:tokens],
@@ -166,7 +170,9 @@ class EngineHost:
         hold.add_done_callback(self._holds.discard)
 
     def _count(self) -> None:
-        """Reports and processor seconds so far, how late chunks' ends were since the last count, lines that ended."""
+        """Sends reports and processor seconds so far, the seconds by which chunks' ends were late since the last count,
+        and the number of lines that have ended.
+        """
         reports = sum(engine.reports for engine in self._engines.values())
         left = sum(engine.line is not None for engine in self._engines.values()) - len(self._holds)
         self._pipe.send((reports, time.process_time(), self._late_s.tolist(), left))
@@ -174,7 +180,7 @@ class EngineHost:
 
 
 def host(names: list[str], running: int, tokens_per_s: float, pipe: Connection) -> None:
-    """The main function of a process of engines."""
+    """Runs the engines of a process until the pipe says to end, or is closed."""
 
     async def live() -> None:
         await EngineHost(names, running, tokens_per_s, pipe).ended.wait()

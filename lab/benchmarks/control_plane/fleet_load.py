@@ -1,7 +1,7 @@
 """The load of `tailrace bench fleet`: lengths of answers, ages of the groups that run at the start, and prompts.
 
-Invariant: all of it is a function of ids, so that the coordinator's process and the engines' processes agree without a
-word. Called by lab/benchmarks/control_plane/fleet_coordinator.py and fleet_engines.py.
+Invariant: all of the load is a function of ids, so that the coordinator's process and the engines' processes agree
+without a message. Called by lab/benchmarks/control_plane/fleet_coordinator.py and fleet_engines.py.
 """
 
 from itertools import count
@@ -20,19 +20,21 @@ PROMPT_TOKENS = 500
 MAX_TOKENS = 40_000
 CHUNK_TOKENS = 8_192
 TOKENS_PER_S = 50.0
-"""Of one sample: Qwen2.5-32B on 4 H800 with 32 samples a replica, see docs/measurements/scale.md."""
+"""Tokens per second of one sample: Qwen2.5-32B on 4 H800 with 32 samples a replica, see docs/measurements/scale.md."""
 
 MEDIAN_TOKENS, SPREAD = 17_500, 0.6
-"""Of a lognormal, cut at MAX_TOKENS: 20,000 tokens on the average, with a tail."""
+"""Median in tokens, and standard deviation of the logarithm, of a lognormal distribution of lengths. Cut at MAX_TOKENS,
+it has a mean of 20,000 tokens and a tail.
+"""
 
 GOLDEN = 0.6180339887498949
-"""Multiples of it, without their whole parts, cover [0, 1) evenly from the first one on."""
+"""Golden ratio minus 1. The fractional parts of its multiples cover [0, 1) evenly from the first one on."""
 
 _NORMAL = NormalDist()
 
 
 def length_of(key: int, above: int = 0) -> int:
-    """Tokens of the answer with this sample key, drawn again until they are more than `above`."""
+    """Returns the tokens of the answer with this sample key, drawn again until they are more than `above`."""
     for draw in count():
         drawn = _NORMAL.inv_cdf(min(max(fraction(draw, f"{key}"), 1e-9), 1 - 1e-9))
         if (length := int(min(max(MEDIAN_TOKENS * exp(SPREAD * drawn), 1), MAX_TOKENS))) > above:
@@ -41,32 +43,34 @@ def length_of(key: int, above: int = 0) -> int:
 
 
 class Age(NamedTuple):
-    """How far a group has come when the benchmark begins. `tokens`: of each of its samples. `made`: they are made at
-    once and kept; else they are left out of the answers."""
+    """Progress of a group when the benchmark begins. `tokens`: tokens that each of its samples has. `made`: whether
+    engines make these tokens, at once, and answers keep them; else answers leave them out.
+    """
 
     tokens: int
     made: bool
 
     def prompt(self) -> tuple[int, ...]:
-        """A prompt that names it."""
+        """Returns a prompt that begins with this age."""
         return (self.tokens, int(self.made), *range(2, PROMPT_TOKENS))
 
     @classmethod
     def of(cls, token_ids: np.ndarray) -> "Age":
-        """Of a context that begins with such a prompt."""
+        """Returns the age with which a context begins, see `prompt`."""
         return cls(int(token_ids[0]), bool(token_ids[1]))
 
 
 def young(groups: int, batch: int) -> tuple[PromptGroup, ...]:
-    """Groups that have not begun. `batch`: a number that no other call has."""
+    """Returns groups that have not begun. `batch`: a number that no other call has."""
     prompt = Age(0, True).prompt()
     return tuple(_group(f"y{batch}-{n}", prompt, GROUP_SAMPLES) for n in range(groups))
 
 
 def aged(samples: int, made: bool) -> tuple[tuple[PromptGroup, ...], int]:
-    """Groups as found in the middle of a long run, with `samples` unended samples in all; and their true number.
+    """Returns groups as in the middle of a long run, with at least `samples` samples that have not ended; and the
+    number of these samples.
 
-    Without the tokens made so far, the samples that have ended are left out too.
+    Without `made`, the samples that have ended are left out too.
     """
     groups, unended = [], 0
     for number in count(1):
@@ -86,8 +90,9 @@ def _group(name: str, prompt: tuple[int, ...], samples: int) -> PromptGroup:
 
 
 class LoadPiece(NamedTuple):
-    """One chunk of an answer: the tokens that it makes, of which the first `at_once` take no time, and whether it ends
-    the answer, or ends early."""
+    """One chunk of an answer. `tokens`: tokens that it makes, of which the first `at_once` take no time. `stops`: it
+    ends the answer. `early`: it ends before its limit, and the answer goes on.
+    """
 
     tokens: int
     at_once: int
@@ -96,7 +101,7 @@ class LoadPiece(NamedTuple):
 
 
 def piece(key: int, age: Age, done: int, limit: int) -> LoadPiece:
-    """The next chunk, of at most `limit` tokens, of the answer with this sample key, which has `done` tokens."""
+    """Returns the next chunk, of at most `limit` tokens, of the answer with this sample key, which has `done` tokens."""
     length = length_of(key, 0 if age.made else age.tokens)
     if age.made:
         tokens = min(limit, length - done)

@@ -1,7 +1,9 @@
-"""Seconds that the core takes to plan lanes, beliefs and books included, and whether they grow with the samples.
+"""Benchmark of the core's plans of lanes, beliefs and books included: milliseconds, and whether they grow with the
+samples.
 
-A batch with one epoch of history runs on measured replicas with room for all of it; between plans each running sample
-streams more tokens. Processor time, the least of several plans: what disturbs a plan only ever makes it slower.
+A batch with one epoch of history runs on measured replicas with room for all of it. Between plans each running sample
+streams more tokens. The least processor time of several plans counts: other work on a shared machine only ever makes a
+plan slower.
 """
 
 import time
@@ -25,7 +27,7 @@ GROUP_SAMPLES = 16
 MAX_TOKENS = 16_384
 PLANS = 12
 SIZES = ((1_024, 16), (4_096, 64), (16_384, 64), (16_384, 256))
-"""Samples and replicas of each figure."""
+"""Numbers of samples and of replicas for each figure."""
 
 POINTS = tuple(float(1 << power) for power in range(14))
 STEPS = Performance(
@@ -35,7 +37,7 @@ STEPS = Performance(
     context_token_s=2e-8,
     acceptance=(MethodAcceptance("group", 850.0, 1_000.0),),
 )
-"""About those of a dense 32B model on four GPUs."""
+"""Measured steps of every replica: about those of a dense 32B model on four GPUs."""
 
 
 def plan_ms(samples: int, replicas: int) -> float:
@@ -74,5 +76,5 @@ def plan_ms(samples: int, replicas: int) -> float:
 
 
 def plans() -> dict[str, float]:
-    """Returns the milliseconds of plans by samples x replicas."""
+    """Returns the milliseconds of a plan by size, samples x replicas."""
     return {f"{samples} x {replicas}": round(plan_ms(samples, replicas), 1) for samples, replicas in SIZES}

@@ -1,6 +1,6 @@
-"""The way of results from their chunks to a driver's hands: a whole step's, which the driver keeps, and one long group.
+"""Benchmark of results on their way from their chunks to a driver: a whole step, which the driver keeps, and one group.
 
-The ledger, the deliveries, Serve's stream and the client are those of a service; the chunks come from nowhere.
+The records of samples, the deliveries, Serve's stream and the client are those of a service; the chunks are random.
 Invariant: what was started is stopped. Called by `tailrace bench results`.
 """
 
@@ -20,13 +20,17 @@ APP = "bench-results"
 GROUP_SAMPLES = 16
 LONG_TOKENS = 32_768
 WATCH_S = 0.5
-"""From the last chunk of a long group on; it is with the driver long before."""
+"""Seconds for which the loop is watched, from the last chunks of a long group on. The driver has the group long before
+they are over.
+"""
 
 MEASURE_S = 600.0
 
 
 def measure(model: str, samples: int, tokens: int, repeats: int, say: Callable[[str], None]) -> dict:
-    """`step`: `samples` of `tokens` on average, kept; `group`: GROUP_SAMPLES of LONG_TOKENS. Raises Failed."""
+    """Returns `step`: figures of `samples` samples of `tokens` tokens on average, which the driver keeps; and `group`:
+    figures of one group of GROUP_SAMPLES samples of LONG_TOKENS tokens. Raises Failed, in one line, if Ray fails.
+    """
     with cluster():
         from ray import serve
         from ray.exceptions import RayError
@@ -45,8 +49,10 @@ def measure(model: str, samples: int, tokens: int, repeats: int, say: Callable[[
 
 
 def group(client: Any, handle: Any, repeats: int) -> dict:
-    """Milliseconds of one long group, medians and greatest over `repeats`: from its last chunk to the driver, with
-    nothing else running; and, in other runs, for which the coordinator's loop was held meanwhile."""
+    """Returns milliseconds of one long group, median and maximum over `repeats` runs. `came_ms`: from its last chunk to
+    its arrival at the driver, with nothing else running. `loop_held_ms` and `loop_held_cpu_ms`, in other runs: longest
+    hold of the coordinator's loop meanwhile, by the clock and by the loop's processor time.
+    """
     came_ms, held_ms, held_cpu_ms = [], [], []
     for number in range(2 * repeats + 1):
         watched = number > repeats
@@ -68,7 +74,9 @@ def group(client: Any, handle: Any, repeats: int) -> dict:
 
 
 def step(client: Any, handle: Any, samples: int, tokens: int) -> dict:
-    """Seconds of a step whose driver keeps every group; bytes a token there, and the peak of the coordinator."""
+    """Returns the seconds of a step whose driver keeps every group, the driver's bytes per token, and the coordinator's
+    peak memory in MB.
+    """
     lengths = np.random.default_rng(1).integers(1, 2 * tokens, samples // GROUP_SAMPLES).tolist()
     before, began_s = resident_bytes("RssAnon", "RssShmem"), time.perf_counter()
     kept = list(client.rollout_blocking(batch_of("step", lengths)))
@@ -86,7 +94,9 @@ def step(client: Any, handle: Any, samples: int, tokens: int) -> dict:
 
 
 def touched(groups: Iterable[GroupResult]) -> Iterable[int]:
-    """The tokens of each sample, after a look at all of its pages: those of Ray's store count once they are seen."""
+    """Yields the number of tokens of each sample, after a read of its arrays: pages of Ray's object store count as the
+    driver's only once they are read.
+    """
     for sample in (sample for group in groups for sample in group.samples):
         for column in (sample.token_ids, sample.logprobs, sample.raw_logprobs):
             if (array := getattr(column, "array", None)) is not None:
@@ -95,7 +105,7 @@ def touched(groups: Iterable[GroupResult]) -> Iterable[int]:
 
 
 def batch_of(name: str, lengths: list[int]) -> RolloutBatch:
-    """A group of each length in tokens."""
+    """Returns a batch with one group for each length in tokens."""
     return RolloutBatch(
         batch_id=name,
         groups=tuple(

@@ -1,7 +1,7 @@
-"""A coordinator of whose parts the ledger, the deliveries and Serve's stream are real, and nothing else is there.
+"""A coordinator whose records of samples, deliveries and Serve stream are real, and which has no other parts.
 
-It makes the chunks of a batch's samples itself, as replicas would send them, ends the samples and hands out the groups.
-Memory is that of its own pages: Ray's object store, which it maps, is counted by the driver. Called by
+It makes the chunks of a batch's samples itself, as replicas would send them, ends the samples and delivers the groups.
+Its memory is that of its own pages: those of Ray's object store, which it maps, are counted at the driver. Called by
 lab/benchmarks/control_plane/results.py through a Serve handle.
 """
 
@@ -27,11 +27,11 @@ from tailrace.policies.protocol.events import ChunkEnd
 CHUNK_TOKENS = 2_048
 WATCH_S = 0.02
 VOCABULARY = 40_000
-"""Token ids that are drawn; the demo model has a few more."""
+"""Number of token ids that are drawn from; the demo model has a few more."""
 
 
 class PeakMemory:
-    """Of this process, in bytes of its own pages, looked at every WATCH_S on a thread."""
+    """Peak memory of this process, in bytes of its own pages. A thread reads the memory every WATCH_S."""
 
     def __init__(self):
         self.bytes = 0
@@ -44,16 +44,19 @@ class PeakMemory:
 
 
 def resident_bytes(*kinds: str) -> int:
-    """Of this process, by the kernel's names: RssAnon are its own pages, RssShmem those of Ray's object store."""
+    """Returns the resident bytes of this process, summed over some of the kernel's kinds. RssAnon: its own pages.
+    RssShmem: pages of Ray's object store.
+    """
     with open("/proc/self/status") as lines:
         found = dict(line.split(":", 1) for line in lines)
     return sum(1024 * int(found[kind].split()[0]) for kind in kinds)
 
 
 class LoopWatch:
-    """The longest time for which the running event loop was held while `watch` ran, by a callback other than it.
+    """Longest time for which another callback held the running event loop while `watch` ran.
 
-    `held_s`: by the clock, other threads and processes included; `held_cpu_s`: the loop's own thread alone.
+    `held_s`: by the clock, other threads and processes included. `held_cpu_s`: by the processor time of the loop's
+    thread.
     """
 
     def __init__(self):
@@ -69,7 +72,7 @@ class LoopWatch:
 
 
 class ResultSource:
-    """`model`: a folder, for its tokenizer, or the prompts of one."""
+    """The coordinator of the module docstring. `model`: a model's folder, for its tokenizer, or its Prompts."""
 
     def __init__(self, model: str | Prompts):
         self._prompts = Prompts(model, 1 << 20) if isinstance(model, str) else model
@@ -93,11 +96,13 @@ class ResultSource:
         self._deliveries.renew(batch_id, driver, taken)
 
     async def watch(self, seconds: float) -> None:
-        """Look at the loop for `seconds` from the last chunks of the next batch on."""
+        """Watches the loop for `seconds`, from the last chunks of the next batch on."""
         self._watch_s, self._loop = seconds, LoopWatch()
 
     async def seen(self) -> dict[str, float]:
-        """`ended_s`: unix time at which the last sample of the last group got its last chunk. The rest: so far."""
+        """Returns the figures so far. `ended_s`: unix time of the latest chunk, which ends the last sample of a batch.
+        `held_ms` and `held_cpu_ms` are those since the last call of `watch`.
+        """
         return {
             "ended_s": self._ended_s,
             "held_ms": 1e3 * self._loop.held_s,
@@ -106,7 +111,7 @@ class ResultSource:
         }
 
     async def _no_refusal(self, message: RolloutBatch) -> None:
-        """No batch is refused."""
+        """Refuses no batch."""
 
     async def _submit(self, message: RolloutBatch, delivery: Delivery) -> None:
         prepared = await asyncio.to_thread(self._prompts.prepare, message)
@@ -125,7 +130,7 @@ class ResultSource:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, batch: LiveBatch) -> None:
-        """All samples run together, a chunk each in turn; a sample has `max_tokens` of its group."""
+        """Runs all samples together, a chunk of each in turn. A sample ends with the `max_tokens` of its group."""
         longest = max(one.group.max_tokens for one in batch.groups.values())
         for start in range(0, longest, CHUNK_TOKENS):
             running = [name for name, one in batch.samples.items() if one.group.group.max_tokens > start]

@@ -1,7 +1,8 @@
-"""What a call costs, whoever is called: how long one takes alone, how many a second get through, processor time.
+"""Cost of a call, whatever is called: round trip of a call alone, calls per second, and processor time.
 
-Round trips are one after another; then IN_FLIGHT calls are under way at a time, and processor time, of all threads of
-a process, is that part's over its calls. Called by lab/benchmarks/control_plane/control.py and what it measures by.
+Round trips are measured one after another. Then IN_FLIGHT calls are under way at a time. Processor time is that of all
+threads of a process in this second part, divided by its number of calls. Called by
+lab/benchmarks/control_plane/control.py and its parts.
 """
 
 import asyncio
@@ -12,11 +13,11 @@ import numpy as np
 
 IN_FLIGHT = 64
 WARM_UP = 20
-"""Calls before those that count: the first ones open connections."""
+"""Number of calls before those that are measured: the first ones open connections."""
 
 
 def spread_us(times_s: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile in microseconds."""
+    """Returns the median and the 99th percentile in microseconds."""
     times_us = 1e6 * np.asarray(times_s)
     return {"median": round(float(np.quantile(times_us, 0.5)), 1), "p99": round(float(np.quantile(times_us, 0.99)), 1)}
 
@@ -24,8 +25,9 @@ def spread_us(times_s: Sequence[float]) -> dict[str, float]:
 async def cost_of(
     call: Callable[[], Awaitable], count: int, callee_s: Callable[[], Awaitable[float]] | None = None
 ) -> dict:
-    """Of `count` calls alone and `count` under way together; `callee_s`: processor seconds that the called process has
-    used so far."""
+    """Returns the cost of `count` calls one after another, then of `count` calls with IN_FLIGHT under way at a time.
+    `callee_s`: returns the processor seconds that the called process has used so far.
+    """
     for _ in range(WARM_UP):
         await call()
     alone_s = [await _timed(call) for _ in range(count)]

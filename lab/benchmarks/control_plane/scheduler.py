@@ -1,7 +1,7 @@
-"""How many decisions a second `RolloutCore` makes, and whether the cost of one grows with the cluster.
+"""Benchmark of `RolloutCore`: decisions per second, and whether the cost of a decision grows with the cluster.
 
-A decision is one started chunk, with everything it takes: the event that freed the room, the queues, the choice.
-Chunks end in the order of a virtual clock; only time inside the core is counted.
+A decision is one started chunk, with all the work for it: the event that freed the room, the queues, the choice. Chunks
+end in the order of a virtual clock; only time inside the core is counted.
 """
 
 import heapq
@@ -19,13 +19,17 @@ PROMPT_TOKENS = 200
 MAX_TOKENS = 16_384
 CHUNK_TOKENS = 2_048
 MAX_RUNNING = 16
-"""Half of 16,384 samples run on 512 replicas and half wait, so that every decision has a queue to choose from."""
+"""Maximum number of samples that run on a replica. Half of 16,384 samples run on 512 replicas and half wait, so that
+every decision has a queue to choose from.
+"""
 
 REPEATS = 3
 
 
 def drive(requests: int, replicas: int, policies: Policies) -> dict:
-    """Run `requests` samples to their end over `replicas`; returns decisions, seconds in the core, and the rate."""
+    """Runs `requests` samples to their end on `replicas` replicas. Returns the decisions, the seconds inside the core,
+    and the decisions per second.
+    """
     core = RolloutCore(policies)
     spent = 0.0
 
@@ -69,14 +73,17 @@ def drive(requests: int, replicas: int, policies: Policies) -> dict:
 
 
 def best(requests: int, replicas: int, policies: Policies) -> dict:
-    """The best of REPEATS runs: what disturbs a run on a shared machine only ever makes it slower."""
+    """Returns the fastest of REPEATS runs: other work on a shared machine only ever makes a run slower."""
     runs = [drive(requests, replicas, policies) for _ in range(REPEATS)]
     return max(runs, key=lambda run: run["decisions_per_s"])
 
 
 def measure(requests: int, replicas: int, policies: Policies | None = None) -> dict:
-    """The rate at `requests` and the cost of a decision there over that at 1,024, on as many replicas; and the cost of
-    plans of lanes, by samples x replicas.
+    """Returns the decisions per second with `requests` samples, and milliseconds of plans of lanes by samples x
+    replicas.
+
+    `cost_ratio`: cost of a decision over that with 1,024 samples on as many replicas. `cost_ratio_same_load`: over that
+    with 1,024 samples and as many samples per replica.
     """
     policies = policies or Policies(chunking={"type": "fixed", "chunk_tokens": CHUNK_TOKENS})
     small = best(1_024, replicas, policies)

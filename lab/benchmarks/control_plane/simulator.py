@@ -1,8 +1,9 @@
-"""How long the simulator takes for a large cluster, and whether an event costs more there than in a small one.
+"""Benchmark of the simulator: seconds for a large cluster, and the cost of an event there against a small cluster.
 
-Each run has a process of its own, so that memory is that run's: peak_mb is the greatest resident size of the large one,
-imports included. cost_ratio compares the time per event with as many samples per replica; of the small runs the best
-counts, since what disturbs one on a shared machine only ever makes it slower. Called by `tailrace bench simulator`.
+Each run has a process of its own, so that its memory is measured alone. `peak_mb`: greatest resident size of the large
+run in MiB, imports included. `cost_ratio`: time per event of the large run over that of a small run with as many
+samples per replica. The fastest small run counts: other work on a shared machine only ever makes a run slower. Called
+by `tailrace bench simulator`.
 """
 
 import resource
@@ -21,13 +22,15 @@ GROUP_SAMPLES = 16
 SMALL = 1_024
 CHUNK_TOKENS = 8_192
 SPREAD = 0.4
-"""Standard deviation of log lengths; scaled so that their mean is what was asked for, and cut at twice that."""
+"""Standard deviation of the logarithms of answer lengths. The lengths are scaled to the requested mean, then cut at
+twice that mean.
+"""
 
 REPEATS = 3
 
 
 def workload(samples: int, tokens: int) -> Workload:
-    """Groups of GROUP_SAMPLES with answers of `tokens` on average."""
+    """Returns groups of GROUP_SAMPLES samples, whose answers have `tokens` tokens on average."""
     random = np.random.Generator(np.random.Philox(0))
     drawn = random.lognormal(0.0, SPREAD, (samples // GROUP_SAMPLES, GROUP_SAMPLES))
     lengths = np.clip(drawn * (tokens / drawn.mean()), 1, 2 * tokens).astype(int).tolist()
@@ -36,7 +39,9 @@ def workload(samples: int, tokens: int) -> Workload:
 
 
 def drive(samples: int, replicas: int, tokens: int, drafting: str) -> dict:
-    """One run in this process: seconds of the simulation, events, and the greatest resident size in MiB."""
+    """Runs one simulation in this process. Returns its seconds, its events, the simulated makespan in seconds, and the
+    greatest resident size of the process in MiB.
+    """
     policies = Policies(chunking={"type": "fixed", "chunk_tokens": CHUNK_TOKENS}, drafting=drafting)
     acceptance = None if drafting == "off" else _Even()
     work, cluster = workload(samples, tokens), Cluster(replica_model("H800", "Qwen2.5-32B", 4), replicas, 2)
@@ -53,7 +58,9 @@ class _Even:
 
 
 def measure(samples: int = 16_384, replicas: int = 512, tokens: int = 20_000, drafting: str = "off") -> dict:
-    """wall_s, peak_mb and events of the large run; its time per event over that of SMALL samples at the same load."""
+    """Returns the figures of the large run. `cost_ratio`: its time per event over that of a run of SMALL samples, with
+    as many samples per replica.
+    """
     large = _best(samples, replicas, tokens, drafting, 1)
     small = _best(SMALL, max(1, replicas * SMALL // samples), tokens, drafting, REPEATS)
     per_event_s, small_s = (run["wall_s"] / run["events"] for run in (large, small))

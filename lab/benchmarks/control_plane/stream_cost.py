@@ -1,7 +1,7 @@
-"""What an item of a stream costs, whoever carries it: processor time on both sides, and how late it arrives.
+"""Cost of an item of a stream, whatever carries it: processor time on both sides, and the delay of its arrival.
 
-The other side sends items without a pause, then APART_S apart: an item that finds its reader asleep costs more than one
-of many. Both sides read one machine's clock. Called by lab/benchmarks/control_plane/control_ray.py.
+The sender sends items APART_S apart, then others without a pause: an item that finds its reader asleep costs more than
+one of many. Both sides read the clock of one machine. Called by lab/benchmarks/control_plane/control_ray.py.
 """
 
 import asyncio
@@ -13,14 +13,16 @@ from tailrace.lab.benchmarks.control_plane.rpc_latency import WARM_UP, spread_us
 ITEM_BYTES = 1_024
 APART_S = 0.005
 MOST_APART = 1_000
-"""Items APART_S apart: five seconds of them."""
+"""Maximum number of items that are sent APART_S apart: five seconds of them."""
 
 Stream = Callable[[int, float], AsyncIterator[tuple[float, bytes]]]
-"""A new stream of so many items, so many seconds apart: each is the time it was sent at, and ITEM_BYTES."""
+"""A function that opens a stream of so many items, so many seconds apart. An item is the unix time at which it was
+sent, and ITEM_BYTES bytes.
+"""
 
 
 async def sent_items(count: int, apart_s: float) -> AsyncIterator[tuple[float, bytes]]:
-    """The sender's side of a stream."""
+    """Yields `count` items, `apart_s` seconds apart: the sender's side of a stream."""
     item = bytes(ITEM_BYTES)
     for _ in range(count):
         if apart_s:
@@ -29,8 +31,9 @@ async def sent_items(count: int, apart_s: float) -> AsyncIterator[tuple[float, b
 
 
 async def cost_of_stream(stream: Stream, count: int, sender_s: Callable[[], Awaitable[float]]) -> dict:
-    """Of `count` items in a row, and of as many or MOST_APART apart, whose delays are taken. `sender_s`: processor
-    seconds that the sending process has used so far."""
+    """Returns the cost of `count` items in a row, and of at most MOST_APART items that are sent apart, whose delays are
+    measured. `sender_s`: returns the processor seconds that the sending process has used so far.
+    """
     await _read(stream, WARM_UP, 0.0)
     delays_s, apart = await _measured(stream, min(count, MOST_APART), APART_S, sender_s)
     _, in_a_row = await _measured(stream, count, 0.0, sender_s)
@@ -51,5 +54,5 @@ async def _measured(stream: Stream, count: int, apart_s: float, sender_s) -> tup
 
 
 async def _read(stream: Stream, count: int, apart_s: float) -> list[float]:
-    """How late each item of a new stream was."""
+    """Returns the delay of each item of a new stream, in seconds."""
     return [time.time() - sent_s async for sent_s, _ in stream(count, apart_s)]

@@ -1,6 +1,7 @@
-"""Turns and tools on a modelled cluster: samples that are held between their turns, against each turn as a new request.
+"""Benchmark of turns with tools on a modelled cluster: held samples, against each turn as a new request.
 
-Both by the same policies, on the same draws of the workload; the simulated shell drives the live core.
+A held sample stays between its turns. Both run with the same policies, on the same draws of the workload. The simulated
+shell drives the real core.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ SYSTEMS = {"held": "tailrace_near", "requests": "tailrace_requests"}
 
 
 def measure(scenario: Scenario, seeds: int, drafting: str, say: Callable[[str], None]) -> dict:
-    """`makespan_ratio`: requests over held; with `recomputed_share` as [mean, min, max] over the seeds."""
+    """Returns the figures of all runs, and two of them as [mean, min, max] over the seeds: `makespan_ratio`, makespan
+    with requests over that with held samples; and `recomputed_share` of each system.
+    """
     runs: dict[str, list[dict]] = {name: [] for name in SYSTEMS}
     for seed in range(seeds):
         setup = Setup.of(scenario, seed)
@@ -38,8 +41,9 @@ def measure(scenario: Scenario, seeds: int, drafting: str, say: Callable[[str], 
 
 
 def figures(run: SimulatedRun) -> dict:
-    """Of one run. `recomputed_share`: tokens of context that were computed again, over those that turns began with and
-    that had been computed before."""
+    """Returns the figures of one run. `recomputed_share`: tokens of context that were computed again, over those that
+    later turns began with and that had been computed before; None if there are none.
+    """
     of_all = summary(run)
     returned = sum(ended.returned_tokens for ended in run.ended)
     kept = ("makespan_s", "tail_s", "tokens", "mean_sample_s", "moves", "acceptance_length", "recomputed_tokens")
