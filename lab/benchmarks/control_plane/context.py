@@ -1,7 +1,7 @@
-"""What one shard of the group context takes and gives, through a real Ray actor in a process of its own.
+"""Benchmark of one shard of the group context: tokens per second, through a real Ray actor in a process of its own.
 
-Packets are as a busy engine sends them; several are under way at a time, as from several engines. The best of the
-repeats counts: a neighbour on a shared machine only ever makes a run slower. Called by `bench drafts`.
+Packets are as a busy engine sends them. Several are under way at a time, as from several engines. The best of the
+repeats counts: other work on a shared machine only ever makes a run slower. Called by `bench drafts`.
 """
 
 import os
@@ -20,7 +20,7 @@ from tailrace.deployments.context.live_groups import Packet, Want
 from tailrace.deployments.messages.context import GroupRef, Piece
 
 GROUPS, SAMPLES, PIECE_TOKENS = 8, 8, 16
-"""In a packet: 64 samples in flight, 1,024 new tokens."""
+"""Groups of a packet, samples of a group, and new tokens of a sample: 64 samples in flight, 1,024 new tokens."""
 
 CALLS = 1024
 UNDER_WAY = 8
@@ -28,7 +28,7 @@ REPEATS = 3
 
 
 def measure(answers: list[np.ndarray]) -> dict[str, float]:
-    """Tokens a second appended and fetched, and bytes a token on disk of these answers (int32)."""
+    """Returns tokens appended and fetched per second, and bytes per token on disk, of these answers (int32)."""
     tokens = np.concatenate(answers)
     tokens = np.resize(tokens, CALLS * PIECE_TOKENS)
     os.environ.update(LOOPBACK_ONLY)  # before Ray is imported
@@ -74,7 +74,7 @@ def _run(ray, shard, tokens: np.ndarray, name: str) -> dict[str, float]:
 
 
 def _timed(ray, calls) -> tuple[float, list]:
-    """Seconds until all calls are answered, UNDER_WAY at a time, and the answers."""
+    """Returns the seconds until all calls are answered, with UNDER_WAY calls at a time, and the answers."""
     began_s, under_way, answers = time.perf_counter(), [], []
     for call in calls:
         if len(under_way) == UNDER_WAY:
@@ -85,7 +85,7 @@ def _timed(ray, calls) -> tuple[float, list]:
 
 
 def _disk(answers: list[np.ndarray]) -> float:
-    """Bytes of the file, its indexes included, for each token."""
+    """Returns the bytes per token of a history file with these answers, indexes included."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "history.sqlite"
         history = History(path, epochs=1, most_bytes=2**40)

@@ -1,8 +1,8 @@
-"""What the control plane carries: the cost of each call, decision, key and message that docs/measurements/scale.md
-reckons with.
+"""Benchmark of the control plane: cost of each call, decision, key and message.
 
-Parts are measured one after another, each with nothing else running; processor time beside wall time, since on shared
-cores only the former repeats. Invariant: nothing here is a model. Called by `tailrace bench control`.
+docs/measurements/scale.md calculates with these costs. Parts are measured one after another, each with nothing else
+running. Processor time is given beside wall time: on shared cores only processor time repeats. Invariant: nothing here
+is a model. Called by `tailrace bench control`.
 """
 
 import pickle
@@ -21,13 +21,15 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import SampleEnd
 
 REPLICAS = 512
-"""For 16,384 samples, and as many for each at other numbers."""
+"""Number of replicas for 16,384 samples. Other numbers of samples have as many samples per replica."""
 
 RESULTS, RESULT_TOKENS = 1_000, 8_192
 
 
 def measure(calls: int, keys: int, samples: int, say: Callable[[str], None]) -> dict:
-    """`calls` of each kind, `keys` of the pool, decisions over `samples`. Raises Failed, in one line."""
+    """Returns the costs from `calls` calls of each kind, `keys` keys of the pool, and decisions over `samples` samples.
+    Raises Failed, in one line.
+    """
     found = {"in_flight": IN_FLIGHT, **control_ray.measure(calls, say), "pool_key": control_pool.measure(keys, say)}
     try:
         found["zeromq"] = control_socket.measure(calls)
@@ -42,15 +44,16 @@ def measure(calls: int, keys: int, samples: int, say: Callable[[str], None]) -> 
 
 
 def core(samples: int) -> dict:
-    """Microseconds of a decision of the rollout core, as `bench scheduler` counts them; the best of a few runs."""
+    """Returns the microseconds of a decision of the rollout core, as `bench scheduler` counts them: its fastest run."""
     policies = Policies(chunking={"type": "fixed", "chunk_tokens": scheduler.CHUNK_TOKENS})
     run = scheduler.best(samples, max(1, REPLICAS * samples // 16_384), policies)
     return {"samples": samples, "decisions": run["decisions"], "decision_us": round(1e6 / run["decisions_per_s"], 1)}
 
 
 def result_token() -> dict:
-    """Microseconds to make a finished sample's result and to pack it as for Ray's object store, for each of its tokens;
-    and its bytes. Its text is not there: drivers decode it."""
+    """Returns, per token, the microseconds to make a finished sample's result and to pack it as for Ray's object store,
+    and the bytes of the result. The result has no text, since drivers decode it.
+    """
     tokens = Column(np.arange(RESULT_TOKENS, dtype=np.int32))
     logprobs, raw_logprobs = (Column(np.zeros(RESULT_TOKENS, np.float32)) for _ in range(2))
     began_s = time.process_time()

@@ -1,7 +1,8 @@
-"""A modelled fleet over the real wire: the coordinator's share of a core, and how soon a free room is filled.
+"""Benchmark of a modelled fleet over the real wire: the coordinator's share of a core, and the delay until a free room
+is filled.
 
-One process is the coordinator, the others hold the engines; both are new for each size, so that memory is that of one.
-Called by `tailrace bench fleet`.
+One process is the coordinator, the others hold the engines. All are new for each size, so that memory is that of one
+size. Called by `tailrace bench fleet`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,12 @@ from tailrace.lab.benchmarks.control_plane.fleet_engines import host
 from tailrace.lab.benchmarks.control_plane.fleet_load import TOKENS_PER_S
 
 HOST_REPLICAS = 512
-"""Of one process of engines: ZeroMQ's contexts have at most 1,023 sockets."""
+"""Maximum number of engines in one process: a ZeroMQ context has at most 1,023 sockets."""
 
 
 def measure(sizes: Sequence[int], running: int, seconds: float, speed: float, past: bool,
             profile: OutputFile | None, say: Callable[[str], None]) -> dict:  # fmt: skip
-    """Figures by number of replicas, see `fleet_coordinator.figures`. Raises Failed, in one line."""
+    """Returns the figures by number of replicas, see `fleet_coordinator.figures`. Raises Failed, in one line."""
     found = {}
     for replicas in sizes:
         fleet = Fleet(replicas=replicas, running=running, seconds=seconds, speed=speed, past=past, profile=profile)
@@ -29,7 +30,7 @@ def measure(sizes: Sequence[int], running: int, seconds: float, speed: float, pa
 
 
 def one(fleet: Fleet, say: Callable[[str], None]) -> dict:
-    """The figures of one size."""
+    """Returns the figures of one size. Raises Failed if the coordinator's process ends before it sends them."""
     context = get_context("spawn")
     names = [f"r{number:05d}" for number in range(fleet.replicas)]
     count = max(2, -(-fleet.replicas // HOST_REPLICAS))

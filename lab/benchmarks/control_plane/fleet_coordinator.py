@@ -1,9 +1,9 @@
-"""The coordinator's process of `tailrace bench fleet`: everything as in its Serve replica, but for Serve's handle.
+"""The coordinator's process of `tailrace bench fleet`: everything is as in its Serve replica, except Serve's handle.
 
-`FleetHandle` replaces the handle: it knows the names of the replicas, and its one call has an engine's process open a
-line. Delays run from the moment at which an engine has made a chunk's result to that at which the next chunk for the
-same replica is given to its line; on the loop's own clock, the processor time of its thread, other programs of the
-machine do not count. Called by lab/benchmarks/control_plane/fleet.py.
+`FleetHandle` replaces the handle: it knows the names of the replicas, and its one call makes an engine's process open a
+line. A delay begins when an engine has made a chunk's result, and ends when the next chunk for the same replica is
+given to its line. Delays are measured by the clock, and by the processor time of the loop's thread, in which other
+programs of the machine do not count. Called by lab/benchmarks/control_plane/fleet.py.
 """
 
 import asyncio
@@ -43,16 +43,16 @@ from tailrace.policies.families.registry import Policies
 HOST = "127.0.0.1"
 
 WAITING = 0.5
-"""Waiting samples for each running one, so that every room that comes free is filled at once."""
+"""Number of waiting samples for each running one, so that every room that becomes free is filled at once."""
 
 BATCH_GROUPS = 128
-"""Of the batches that come after the first ones."""
+"""Maximum number of groups of a batch."""
 
 CHUNK_S = 6_700 / TOKENS_PER_S
-"""Seconds of an average chunk: 3 to an answer of 20,000 tokens."""
+"""Seconds of an average chunk: an answer of 20,000 tokens has 3 chunks."""
 
 BEAT_S = 0.005
-"""Seconds between beats of the loop, which show how long it was held."""
+"""Seconds between beats of the loop. A late beat shows how long the loop was held."""
 
 RENEW_S = 5.0
 SETTLED_S = 5.0
@@ -60,10 +60,10 @@ SETTLE_AT_MOST_S = 600.0
 
 
 class Fleet(NamedTuple):
-    """One size. `past`: whether the tokens that the groups have made before the start are made and kept.
+    """One size of the fleet. `past`: whether engines make, and answers keep, the tokens that groups have at the start.
 
-    `observed_pairs`: pairs of windows, before the figures, in which metrics, traces and a board are off and on; 0 for
-    none. `every_group`: has spans then, not some.
+    `observed_pairs`: number of pairs of windows, before the figures, in which metrics, traces and a board are off and
+    on; 0 for none. `every_group`: whether every group has spans; else some have.
     """
 
     replicas: int
@@ -77,7 +77,7 @@ class Fleet(NamedTuple):
 
 
 class FleetPrompts(Prompts):
-    """Token ids alone; a text would be that of a tokenizer, and is left out."""
+    """Prompts of token ids alone. There is no tokenizer, so that answers have no text."""
 
     def __init__(self):
         self.model, self.max_model_len, self.is_multimodal, self._vocabulary = "modelled", 1 << 20, False, 1 << 20
@@ -87,7 +87,7 @@ class FleetPrompts(Prompts):
 
 
 class FleetHandle:
-    """`pipes`: to the processes of the replicas, by name."""
+    """A handle of the modelled engines. `pipes`: pipe to the process of each replica, by the replica's name."""
 
     def __init__(self, pipes: dict[str, Connection]):
         self.pipes = pipes
@@ -103,7 +103,9 @@ class FleetHandle:
 
 
 class Delays:
-    """From chunk ends to next starts. `note`: called often, so that both clocks are known at any moment."""
+    """Delays from chunk ends to next starts. `note` must be called often: the loop's processor time at a chunk's end is
+    interpolated between two calls of it.
+    """
 
     def __init__(self):
         self._ends_s, self._starts_s, self._starts_cpu_s = array("d"), array("d"), array("d")
@@ -114,18 +116,18 @@ class Delays:
         self._cpu_s.append(time.thread_time())
 
     def add(self, ended_s: float) -> None:
-        """A room that came free at `ended_s` is filled now."""
+        """Adds the delay of a room that became free at `ended_s` and is filled now."""
         self.note()
         self._ends_s.append(ended_s)
         self._starts_s.append(self._at_s[-1])
         self._starts_cpu_s.append(self._cpu_s[-1])
 
     def seconds(self) -> np.ndarray:
-        """By the clock on the wall."""
+        """Returns the delays in seconds of the monotonic clock."""
         return np.asarray(self._starts_s) - np.asarray(self._ends_s)
 
     def own_s(self) -> np.ndarray:
-        """By the processor time of the loop's thread."""
+        """Returns the delays in seconds of processor time of the loop's thread."""
         return np.asarray(self._starts_cpu_s) - np.interp(self._ends_s, self._at_s, self._cpu_s)
 
     def clear(self) -> None:
@@ -134,7 +136,7 @@ class Delays:
 
 
 class TimedEngines(EngineClient):
-    """`delays`: see the module docstring."""
+    """An engine client with the delays of the module docstring. `ended`: number of chunks that have ended."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -151,12 +153,12 @@ class TimedEngines(EngineClient):
 
 
 class FleetDriver:
-    """Keeps the fleet full, and reads every group and drops it."""
+    """A driver that keeps the fleet full, reads every group and drops it."""
 
     def __init__(self, rollouts: Rollouts):
         self._rollouts, self._batches, self.wanted = rollouts, 0, 0
         self._readers: set[asyncio.Task] = set()
-        self._taken: dict[str, int] = {}  # by batch
+        self._taken: dict[str, int] = {}  # number of received groups, by batch
         self.groups = self.tokens = 0
         self.problems: list[str] = []
 
@@ -181,7 +183,7 @@ class FleetDriver:
         self._rollouts.deliveries.renew(name, name, self._taken[name])
 
     async def live(self) -> None:
-        """Keep `wanted` samples in flight, and the batches alive, for ever."""
+        """Keeps `wanted` samples in flight, and renews the batches. Never returns."""
         renewed_s = 0.0
         while True:
             books = self._rollouts.books()
@@ -196,7 +198,9 @@ class FleetDriver:
 
 
 class Holds:
-    """How long the loop was held, beat by beat; `gc_s`: by Python's collections of garbage, of those."""
+    """Seconds for which the loop was held, beat by beat. `gc_s`: seconds of each of Python's garbage collections, which
+    are part of the holds.
+    """
 
     def __init__(self):
         self.seconds, self.gc_s, self._gc_began_s = array("d"), array("d"), 0.0
@@ -209,7 +213,7 @@ class Holds:
             self.gc_s.append(time.monotonic() - self._gc_began_s)
 
     async def beat(self, note: Callable[[], None]) -> None:
-        """`note`: called at each beat."""
+        """Measures a hold every BEAT_S, and calls `note` before. Never returns."""
         loop = asyncio.get_running_loop()
         while True:
             note()
@@ -220,7 +224,7 @@ class Holds:
 
 @asynccontextmanager
 async def coordinator(handle: FleetHandle, telemetry: Telemetry) -> AsyncIterator[tuple[Rollouts, TimedEngines]]:
-    """The parts of a coordinator, and its loops, as `Coordinator._start` has them."""
+    """Yields the rollouts and the engine client of a coordinator, whose loops run as those of `Coordinator` do."""
     engines = TimedEngines(handle, partial(ListeningSocket, HOST), "fleet", running=lambda handle: list(handle.pipes))
     rollouts = Rollouts(
         engines=engines,
@@ -240,8 +244,9 @@ async def coordinator(handle: FleetHandle, telemetry: Telemetry) -> AsyncIterato
 
 
 class FleetCounts(NamedTuple):
-    """Of both sides, at one moment. `late_s`: of ends of chunks since the last count. `left`: engines whose line has
-    ended; here nobody opens another."""
+    """Counts of both sides at one moment. `late_s`: seconds by which ends of chunks were late, since the last count.
+    `left`: number of engines whose line has ended; no other line is opened for them here.
+    """
 
     at_s: float
     cpu_s: float
@@ -304,9 +309,11 @@ class FleetMeasured:
     async def _fill(
         self, driver: FleetDriver, groups: tuple[PromptGroup, ...], engines: TimedEngines, rollouts: Rollouts, full: int
     ) -> dict:
-        """Returns once all rooms are taken and chunks end at the rate of their tokens; with the pace until then."""
+        """Fills the fleet. Returns seconds, chunks and processor seconds until all rooms are taken and chunks end at
+        the rate of their tokens, or until SETTLE_AT_MOST_S are over.
+        """
         began_s, cpu_s = time.monotonic(), time.process_time()
-        for first in range(0, len(groups), BATCH_GROUPS):  # else all past tokens would come in one flood
+        for first in range(0, len(groups), BATCH_GROUPS):  # else all past tokens would come at once
             driver.submit(groups[first : first + BATCH_GROUPS])
             await asyncio.sleep(0.05)
             while rollouts.books()["waiting"] > BATCH_GROUPS * GROUP_SAMPLES:
@@ -349,7 +356,7 @@ class FleetMeasured:
 
 
 def figures(before: FleetCounts, after: FleetCounts, delays: Delays, holds: Holds, speed: float) -> dict:
-    """Rates are per second of this clock, at `speed` times the real pace."""
+    """Returns the figures between two counts. Rates are per second of the clock, at `speed` times the real pace."""
     took_s = after.at_s - before.at_s
 
     def rate(name: str) -> float:
@@ -383,7 +390,9 @@ def _ms(seconds: Sequence[float] | np.ndarray, share: float) -> float:
 
 
 def coordinate(fleet: Fleet, names: list[list[str]], pipes: list[Connection], answer: Connection) -> None:
-    """The main function of the coordinator's process. `names`: of the replicas of each pipe's process."""
+    """Runs one size in the coordinator's process, and sends its progress and its figures to `answer`. `names`: names of
+    the replicas of each pipe's process.
+    """
     handle = FleetHandle({name: pipe for some, pipe in zip(names, pipes, strict=True) for name in some})
     with asyncio.Runner(loop_factory=get_new_event_loop) as runner:
         answer.send(runner.run(FleetMeasured(fleet, pipes, answer).run(handle)))

@@ -101,7 +101,7 @@ class LoadPiece(NamedTuple):
 
 
 def piece(key: int, age: Age, done: int, limit: int) -> LoadPiece:
-    """Returns the next chunk, of at most `limit` tokens, of the answer with this sample key, which has `done` tokens."""
+    """Returns the next chunk, of at most `limit` tokens, of the answer with this sample key and `done` tokens."""
     length = length_of(key, 0 if age.made else age.tokens)
     if age.made:
         tokens = min(limit, length - done)

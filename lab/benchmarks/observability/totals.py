@@ -1,4 +1,4 @@
-"""Totals for comparison: those that count nothing, and those that time themselves. Used by `bench observability`."""
+"""Totals for comparison: one class counts nothing, another times itself. Used by `bench observability`."""
 
 import time
 
@@ -6,7 +6,7 @@ from tailrace.deployments.metrics.totals import EndTotals
 
 
 class NoTotals(EndTotals):
-    """Counts nothing."""
+    """Totals that count nothing."""
 
     def chunk_came(self, result) -> None:
         pass
@@ -22,7 +22,7 @@ class NoTotals(EndTotals):
 
 
 class TimedTotals(EndTotals):
-    """`took_s`: of the thread's processor time, for counting, without the looks at the clock."""
+    """Totals that time themselves. `took_s`: processor seconds of counting, without those of reading the clock."""
 
     took_s = 0.0
 

@@ -1,8 +1,8 @@
-"""Processor seconds of tracing in this process, call by call, while it does its work; and a place to export to.
+"""Processor seconds of tracing in this process, call by call, while it does its work; and a collector to export to.
 
-`TracingCost` times every function that exists for tracing alone, where it has a span to work on: without one it runs
-with tracing off, too. It does so for the thread that works and for the one that exports, by the threads' own clocks, so
-neighbours of the machine do not count. Called by `tailrace bench observability`.
+`TracingCost` times every function that exists for tracing alone. A call counts if it has a span to work on: a call
+without one is also made with tracing off. The thread that works and the thread that exports are timed by their own
+processor time, so that other work of the machine does not count. Called by `tailrace bench observability`.
 """
 
 import functools
@@ -33,11 +33,13 @@ WORKED = (
 )
 
 CALLS = 10_000
-"""Of nothing, by which the clock's own share is known."""
+"""Number of calls of an empty function, by which the clock's own time is measured."""
 
 
 class TracingCost:
-    """`worked_s`, `exported_s`: processor seconds so far. `spans`: ended so far."""
+    """Timer of the tracing functions. `worked_s`, `exported_s`: processor seconds so far. `spans`: number of spans that
+    have ended so far.
+    """
 
     def __init__(self):
         self.worked_s, self.exported_s, self.spans = 0.0, 0.0, 0
@@ -48,7 +50,7 @@ class TracingCost:
         setattr(EXPORTED[0], EXPORTED[1], self._timed(getattr(*EXPORTED), "exported_s", False))
 
     def _calibrated(self) -> float:
-        """Seconds that the clock itself adds to a call."""
+        """Returns the seconds that the clock itself adds to a call."""
         nothing = self._timed(lambda: None, "exported_s", False)
         for _ in range(CALLS):
             nothing()
@@ -95,7 +97,7 @@ def _serve(answer: Connection) -> None:
 
 @contextmanager
 def collector():
-    """A process that takes spans and drops them, as the standard variable of processes that start meanwhile."""
+    """Runs a process that accepts spans and drops them. Meanwhile OTEL_EXPORTER_OTLP_ENDPOINT has its address."""
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)

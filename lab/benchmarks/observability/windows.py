@@ -1,15 +1,17 @@
-"""Windows of a coordinator with all observers and without, and the cost of these by them. Pure arithmetic."""
+"""The cost of a coordinator's observers, by windows with all of them and windows without. Pure arithmetic."""
 
 from typing import NamedTuple
 
 from tailrace.deployments.metrics.export import EXPORT_S
 
 WINDOW_S = EXPORT_S + 0.2
-"""Of one window: one look at the books, given twice."""
+"""Seconds of one window: the metrics are read once in it, and sent twice."""
 
 
 class QuietWindow(NamedTuple):
-    """Of one window: ends of chunks, seconds of the loop's thread, and seconds of these for each kind."""
+    """Figures of one window: number of chunk ends, processor seconds of the loop's thread, and the seconds of these for
+    each kind of observer.
+    """
 
     ends: int
     loop_s: float
@@ -20,7 +22,9 @@ class QuietWindow(NamedTuple):
 
 
 def costs(without: list[QuietWindow], with_all: list[QuietWindow]) -> dict:
-    """`of_loop`: over the loop's processor time without; `of_core`: over the time on the wall, which a loop has."""
+    """Returns the costs of the observers. `of_loop`: their time over the loop's other processor time, in windows with
+    observers. `of_core`: their time over the wall time of these windows.
+    """
     off, on = _sums(without), _sums(with_all)
     kinds = {"metrics": on.counting_s + on.reading_s, "traces": on.tracing_s, "board": on.looking_s}
     kinds["all"] = sum(kinds.values())
