@@ -1,7 +1,7 @@
-"""A model whose prompts are dear to compute and whose KV is small: a random Llama with one KV head.
+"""A model whose prompts take long to compute and whose KV is small: a random Llama with one KV head.
 
-KV per token: 6,144 bytes in float32, against 46,080 of the demo model; computing a token costs 1.7 times as much.
-Invariant: as of the demo model, a folder is complete, and appears by one rename. Called by
+KV per token: 6,144 bytes in float32, against 46,080 of the demo model. A token costs 1.7 times as much to compute as
+one of the demo model. Invariant: the folder is complete, and appears by one rename, like the demo model's. Called by
 kvpool.py.
 """
 
@@ -25,9 +25,10 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 
 
 def heavy_model(demo: Path) -> Path:
-    """Its folder beside the demo model's in the user's cache, made first where absent: 10 s, 900 MB on disk.
+    """Returns the model's folder, beside the demo model's in the user's cache. Makes it first if absent: 10 s, 900 MB
+    on disk.
 
-    `demo`: folder of the demo model, whose tokenizer and vocabulary it takes.
+    `demo`: folder of the demo model. The model has its tokenizer and its size of vocabulary.
     """
     out = demo_model_dir().parent / NAME
     if out.is_dir():
@@ -46,6 +47,6 @@ def heavy_model(demo: Path) -> Path:
         for name in TOKENIZER:
             if (demo / name).is_file():
                 shutil.copy(demo / name, made)
-        if not out.is_dir():  # still: another run may have been quicker
+        if not out.is_dir():  # checked again: another run may have been quicker
             made.replace(out)
     return out

@@ -1,9 +1,9 @@
-"""What it costs to move a sample's KV from one engine to another, beside every alternative, in one run.
+"""Benchmark of a move of a sample's KV from one engine to another, beside every alternative, in one run.
 
-A sample generates on engine A to a chunk end. It then continues: on A (stay), on B from the pool (move), on B from
-nothing (recompute); in each case with the same tokens, or the benchmark fails. Beside them the floor: the same bytes
-copied in memory and sent over a loopback socket. Every figure is the best of the repeats: what disturbs a run on a
-shared machine only ever makes it slower. Nothing is cut short by a deadline here, it is measured.
+A sample generates on engine A to a chunk end. It then continues on A (stay), on B with KV from the pool (move), and on
+B without KV (recompute). All of them must make the same tokens, or the benchmark fails. Floors are the times to copy as
+many bytes in memory and to send them over a loopback socket. Every figure is the best of the repeats: other work on a
+shared machine only ever makes a run slower. Deadlines are long, so that operations are measured and not cut short.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ PATIENT = {"lookup_deadline_s": 10.0, "load_deadline_s": 5.0, "save_deadline_s":
 DRAM_GIB = 2.0
 KV_CACHE_GIB = 1.0
 FIRST_TOKENS, NEXT_TOKENS = 32, 8
-"""Of the chunk that is left and of the one that continues elsewhere."""
+"""Tokens of the chunk after which the sample is moved, and of the chunk that continues it."""
 
 KEYS_TRIED = 20
 MEASURED = ("stay_ms", "move_ms", "recompute_ms", "save_ms")
@@ -45,7 +45,7 @@ FLOORS = ("memcpy_ms", "loopback_ms")
 
 
 def measure(lengths: tuple[int, ...], repeats: int, say: Callable[[str], None]) -> dict:
-    """Milliseconds by context length in tokens.
+    """Returns milliseconds by context length in tokens.
 
     Raises Failed, in one line, when a move computes more than a block again, or tokens differ.
     """
@@ -95,7 +95,7 @@ async def _one_length(
     best = dict.fromkeys(MEASURED, float("inf"))
     for _ in range(repeats):
         times = {}
-        # Saves all of it: the pool has none of it yet.
+        # Saves the whole context: the pool has no part of it yet.
         stayed, times["stay_ms"], times["save_ms"] = await sample.go_on(a, "stay", KvPlan(0, None))
         await b.forget()
         moved, times["move_ms"], _ = await sample.go_on(b, "move", KvPlan(0, save=False))
@@ -112,14 +112,16 @@ async def _one_length(
 
 @dataclass(frozen=True)
 class TimedSample:
-    """A sample at a chunk end, and how it continues."""
+    """A sample at a chunk end. `next_tokens`: tokens with which it must continue."""
 
     context: np.ndarray
     key: int
     next_tokens: np.ndarray
 
     async def go_on(self, engine: TestbedEngine, how: str, kv: KvPlan) -> tuple[ChunkResult, float, float]:
-        """The result, milliseconds to the first token, and from the last one until the KV was saved."""
+        """Runs the next chunk. Returns its result, the milliseconds to the first token, and the milliseconds from the
+        last token until the KV was saved. Raises Failed if the tokens differ from `next_tokens`.
+        """
         length = len(self.context)
         chunk = chunk_of(f"{length}-{how}", self.key, self.context, length - FIRST_TOKENS, NEXT_TOKENS, kv)
         [(result, took_s)] = await engine.run([chunk])
@@ -130,7 +132,9 @@ class TimedSample:
 
 
 async def _sample(engine: TestbedEngine, length: int) -> TimedSample:
-    """One that the engine has made, `length` tokens long."""
+    """Returns a sample of `length` tokens that the engine has made. Raises Failed if no sample of KEYS_TRIED lasts long
+    enough.
+    """
     prompt = np.random.default_rng(length).integers(1_000, 40_000, length - FIRST_TOKENS).astype(np.int32)
     for key in range(KEYS_TRIED):
         chunk = chunk_of(f"{length}-first", key, prompt, len(prompt), FIRST_TOKENS + NEXT_TOKENS, None)
@@ -142,7 +146,7 @@ async def _sample(engine: TestbedEngine, length: int) -> TimedSample:
 
 
 def tables(result: dict) -> list:
-    """The result as rich tables."""
+    """Returns the result as rich tables."""
     from rich.table import Table
 
     times = Table("model", "tokens", *(key.removesuffix("_ms") for key in (*MEASURED, *FLOORS)), "recomputed")
@@ -160,10 +164,10 @@ def tables(result: dict) -> list:
 
 
 def break_even(move_ms: dict[int, float], recompute_ms: dict[int, float]) -> float | None:
-    """The context length from which on a move is quicker, both times taken as linear; 0: always.
+    """Returns the context length, in tokens, from which on a move is quicker than a recomputation: 0 if it always is,
+    None if it never is or if there is only one length. Both times are taken as linear in the length.
 
-    None: never, or there is one length only. Relative errors are
-    fitted: the answer lies among the short contexts, whose times are small.
+    Relative errors are fitted: the break-even lies among the short contexts, whose times are small.
     """
     if len(move_ms) < 2:
         return None
@@ -175,12 +179,12 @@ def break_even(move_ms: dict[int, float], recompute_ms: dict[int, float]) -> flo
 
 
 def _line(times_ms: dict[int, float]) -> tuple[float, float]:
-    """(at 0 tokens, per token)."""
+    """Returns the milliseconds at 0 tokens, and those per token."""
     times = np.array(list(times_ms.values()))
     slope, base = np.polyfit(np.array(list(times_ms), float), times, 1, w=1 / times)
     return float(base), float(slope)
 
 
 def _pieces(model: Path) -> int:
-    """Of a block of KV: keys and values of every layer lie apart."""
+    """Returns the number of pieces of a block of KV: keys and values of every layer lie apart."""
     return 2 * json.loads((model / "config.json").read_text())["num_hidden_layers"]

@@ -1,7 +1,8 @@
-"""A KV pool and engines around it, without Ray: what the benchmarks of the pool run on.
+"""A KV pool and engines around it, without Ray, for the benchmarks of the pool.
 
 Every engine is a process of its own, bound to its own core, as a replica is. Invariant: what was started is stopped,
-and nothing outlives this process. Called by lab/benchmarks/pool/kvpool.py and soak.py.
+and nothing outlives this process. Called by lab/benchmarks/pool/kvpool.py and soak.py; its pool alone also by other
+benchmarks and by live tests.
 """
 
 import asyncio
@@ -33,11 +34,13 @@ HOST = "127.0.0.1"
 MOUNT_S = 30.0
 
 _runner: Any = None
-"""In an engine's process: its EngineRunner."""
+"""The EngineRunner of an engine's process; None in other processes."""
 
 
 def run(work: Coroutine[Any, Any, dict]) -> dict:
-    """What a benchmark's coroutine returns; Failed, in one line, when pool or engines do not start or die."""
+    """Returns what a benchmark's coroutine returns. Raises Failed, in one line, when the pool or an engine does not
+    start, or dies.
+    """
     try:
         return asyncio.run(work)
     except PoolDown as error:
@@ -56,8 +59,8 @@ class TestbedPool:
 
 @asynccontextmanager
 async def running_pool(config: PoolConfig) -> AsyncIterator[TestbedPool]:
-    """Raises PoolDown, in one line, when its memory is not there after MOUNT_S."""
-    os.environ.update(MC_LOG_LEVEL="ERROR")  # of Mooncake's clients here and in the processes started from here
+    """Yields a running pool. Raises PoolDown, in one line, when the pool's memory is not mounted after MOUNT_S."""
+    os.environ.update(MC_LOG_LEVEL="ERROR")  # for Mooncake's clients here and in the processes started from here
     master = KvMaster(config, HOST, free_port(HOST), free_port(HOST))
     node = KvStoreNode(
         config=config,
@@ -77,18 +80,20 @@ async def running_pool(config: PoolConfig) -> AsyncIterator[TestbedPool]:
 
 
 class TestbedEngine:
-    """One engine in a process of its own; its methods are its only calls, one at a time."""
+    """One engine in a process of its own, which answers one call at a time."""
 
     def __init__(self, config: EngineConfig, rank: int, pool: PoolEndpoint):
         arguments = (config, rank, pool)
         self._process = ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=arguments)
 
     async def run(self, chunks: list[ChunkRequest]) -> list[tuple[ChunkResult, float]]:
-        """All at once; each result with the seconds from its submission until it was handed out, saves included."""
+        """Runs chunks, all at once. Returns each result, and the seconds from the submission until the engine gave the
+        result, saves included.
+        """
         return await self._ask(_run, chunks)
 
     async def forget(self) -> None:
-        """Empty the local prefix cache."""
+        """Empties the local prefix cache. Raises RuntimeError if the cache is in use."""
         await self._ask(_forget)
 
     async def stats(self) -> EngineStats:
@@ -108,7 +113,9 @@ class TestbedEngine:
 async def running_engines(
     config: EngineConfig, pool: PoolEndpoint
 ) -> AsyncIterator[tuple[TestbedEngine, TestbedEngine]]:
-    """Two engines that share the pool; raises BrokenProcessPool when one does not start (it says why on stderr)."""
+    """Yields two engines that share the pool. Raises BrokenProcessPool when one does not start; its process writes the
+    cause to stderr.
+    """
     engines = TestbedEngine(config, 0, pool), TestbedEngine(config, 1, pool)
     try:
         await asyncio.gather(*(engine.pid() for engine in engines))
@@ -118,20 +125,20 @@ async def running_engines(
 
 
 async def give_back(pool: "TestbedPool", keys: list[str]) -> None:
-    """Have the pool forget keys, those in use as soon as they are not."""
+    """Removes keys from the pool. Returns once all are removed: keys in use are retried until they are free."""
     while keys:
         _, keys = await pool.master.release(keys)
         await asyncio.sleep(0.2 if keys else 0)
 
 
 def keys_of(stats: EngineStats, names: bytes) -> list[str]:
-    """All keys under which the pool keeps the blocks that a result names."""
+    """Returns all keys under which the pool keeps the blocks that a result names."""
     blocks = [names[i : i + NAME_BYTES].hex() for i in range(0, len(names), NAME_BYTES)]
     return [f"{prefix}@{block}" for prefix in stats.key_prefixes for block in blocks]
 
 
 def chunk_of(chunk_id: str, key: int, tokens, prompt_tokens: int, max_tokens: int, kv: KvPlan | None) -> ChunkRequest:
-    """A chunk at temperature 1 under weights version 0, no filters."""
+    """Returns a chunk for weights version 0, at temperature 1 and without filters."""
     return ChunkRequest(
         chunk_id=chunk_id,
         sample_key=key,

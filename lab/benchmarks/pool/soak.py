@@ -1,7 +1,8 @@
-"""Samples that move between two engines at every chunk end, thousands of times, and the memory of every process.
+"""Benchmark of samples that move between two engines at every chunk end, thousands of times: memory of every process.
 
-Rounds: every sample in flight runs one chunk; then all change sides. Local caches are forgotten in between, so every
-move pulls the whole context. A sample that ends gives back its keys, as the coordinator would, and a new one begins.
+In a round every sample in flight runs one chunk; then all samples change engines. Local caches are emptied before each
+round, so that a move can find KV only in the pool. When a sample ends, its keys are removed, as by the coordinator, and
+a new sample begins.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ IN_FLIGHT = 8
 PROMPT_TOKENS, MOST_NEW_TOKENS = 200, 400
 SAMPLED_MOVES, SHOWN_MOVES, SETTLED_MOVES = 50, 100, 100
 FLAT_PERCENT = 5.0
-"""Every process must stay this near to what it had after SETTLED_MOVES."""
+"""Maximum change of a process's resident memory after the first SETTLED_MOVES moves, in percent."""
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KV_CACHE_GIB = 0.25
@@ -46,7 +47,7 @@ POOL = PoolConfig(dram_gib=0.5, load_deadline_s=10.0, save_deadline_s=10.0)
 
 @dataclass(eq=False)
 class SoakSample:
-    """One sample on its way; `side`: the engine that runs it next."""
+    """One sample in flight. `side`: index of the engine that runs it next."""
 
     number: int
     side: int
@@ -66,14 +67,14 @@ class SoakSample:
         return chunk_of(name, self.number, self.tokens, PROMPT_TOKENS, CHUNK_TOKENS, kv)
 
     def take(self, result: ChunkResult) -> bool:
-        """Change sides, as far as it continues; whether it does."""
+        """Adds a chunk's result to the sample, which changes sides. Returns whether the sample continues."""
         self.tokens = np.concatenate([self.tokens, result.token_ids])
         self.kv_names, self.chunks, self.side = result.kv_names, self.chunks + 1, 1 - self.side
         return result.end is ChunkEnd.LENGTH and len(self.tokens) < self.most_tokens
 
 
 class Watch:
-    """Resident memory of processes, looked at every SAMPLED_MOVES."""
+    """Resident memory of processes, read every SAMPLED_MOVES moves and shown every SHOWN_MOVES moves."""
 
     def __init__(self, pids: dict[str, int], say: Callable[[str], None]):
         self._pids, self._say = pids, say
@@ -95,13 +96,15 @@ def resident_bytes(pid: int) -> int:
 
 
 def growth_percent(seen: dict[int, dict[str, int]], settled_moves: int) -> dict[str, float]:
-    """By process: how much more is resident at the end than at the first look after so many moves."""
+    """Returns, by process, the growth of resident memory in percent, from the first look after `settled_moves` moves to
+    the last look.
+    """
     first, last = next(seen[moves] for moves in sorted(seen) if moves >= settled_moves), seen[max(seen)]
     return {name: round(100 * (last[name] / first[name] - 1), 2) for name in last}
 
 
 def measure(moves: int, say: Callable[[str], None]) -> dict:
-    """Resident bytes by process as moves go by, and what became of every move."""
+    """Returns the resident bytes by number of moves and process, their growth, and the number of moves by outcome."""
     return run(_measure(moves, say))
 
 
@@ -109,7 +112,7 @@ async def _measure(moves: int, say: Callable[[str], None]) -> dict:
     config = EngineConfig(model=str(resolve_model("demo")), max_model_len=1024, kv_cache_gib=KV_CACHE_GIB)
     say("starting a pool and two engines")
     async with running_pool(POOL) as pool, running_engines(config, pool.endpoint) as engines:
-        await asyncio.to_thread(write_everywhere, pool.endpoint)  # else it grows as it finds new pages
+        await asyncio.to_thread(write_everywhere, pool.endpoint)  # else the store grows by new pages
         status = await pool.master.status()
         pids = {f"engine-{rank}": await engine.pid() for rank, engine in enumerate(engines)}
         watch = Watch(pids | {"store": status.store_nodes[0].pid, "master": status.master_pid}, say)
@@ -134,7 +137,7 @@ async def _measure(moves: int, say: Callable[[str], None]) -> dict:
 async def _round(
     engines: tuple[TestbedEngine, TestbedEngine], pool: TestbedPool, samples: list[SoakSample], counts: Counter
 ) -> None:
-    """One chunk of every sample; those that end are replaced where they are in the list."""
+    """Runs one chunk of every sample. A sample that ends is replaced by a new one at its place in the list."""
     sides = [[sample for sample in samples if sample.side == side] for side in (0, 1)]
     await asyncio.gather(*(engine.forget() for engine in engines))
     chunks = [[sample.chunk() for sample in side] for side in sides]
@@ -153,6 +156,6 @@ async def _round(
 
 
 async def _release(engine: TestbedEngine, pool: TestbedPool, samples: list[SoakSample]) -> None:
-    """Give back what the pool has of these samples."""
+    """Removes the keys of these samples from the pool."""
     names = b"".join(sample.kv_names for sample in samples)
     await give_back(pool, keys_of(await engine.stats(), names))

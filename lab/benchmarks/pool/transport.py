@@ -1,7 +1,7 @@
-"""How fast bytes get from one place to another on this machine: by memcpy, by a loopback socket, by the pool's store.
+"""Speed of bytes from one place to another on this machine: by memcpy, by a loopback socket, by the pool's store.
 
-Every figure is the best of the repeats, on buffers that were touched before. Called by kvpool.py and
-soak.py.
+Every figure is the best of the repeats, on buffers that were written before. Called by kvpool.py, soak.py and
+lab/benchmarks/control_plane/control_pool.py.
 """
 
 import socket
@@ -16,21 +16,25 @@ from tailrace.kvpool.pool_config import BUFFER_MIB, PoolEndpoint
 
 IN_FLIGHT = (1, 4, 16)
 BLOCKS = 64
-"""Put, then got, per repeat; a multiple of every entry of IN_FLIGHT."""
+"""Number of blocks that a repeat puts or gets; a multiple of every entry of IN_FLIGHT."""
 
 SOCKET_BUFFER_BYTES = 4 * 2**20
 FILLER_BYTES, FILLED_SHARE = 2 * 2**20, 0.9
-"""The master begins to evict at 0.95."""
+"""Bytes of a value, and share of the pool's memory, with which `write_everywhere` fills the pool. The master begins to
+evict at a share of 0.95.
+"""
 
 
 def memcpy_ms(size_bytes: int, repeats: int) -> float:
-    """Copy so many bytes within this process, on one core."""
+    """Returns the milliseconds of a copy of `size_bytes` bytes within this process, on one core."""
     source, target = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
     return best_ms(lambda: np.copyto(target, source), repeats)
 
 
 def loopback_ms(size_bytes: int, repeats: int) -> float:
-    """Send so many bytes through a TCP connection on loopback, from the first one sent to the last one received."""
+    """Returns the milliseconds of `size_bytes` bytes through a TCP connection on loopback, from the first byte sent to
+    the last one received.
+    """
     source, target = np.ones(size_bytes, np.uint8), memoryview(np.ones(size_bytes, np.uint8))
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -41,7 +45,7 @@ def loopback_ms(size_bytes: int, repeats: int) -> float:
         there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
 
         def once() -> None:
-            sending = sender.submit(there.sendall, source)  # without the interpreter's lock, as recv_into
+            sending = sender.submit(there.sendall, source)  # runs without the interpreter's lock, as recv_into does
             got = 0
             while got < size_bytes:
                 got += here.recv_into(target[got:])
@@ -51,9 +55,10 @@ def loopback_ms(size_bytes: int, repeats: int) -> float:
 
 
 def store_rates(pool: PoolEndpoint, block_bytes: int, pieces: int, repeats: int) -> dict[str, dict[int, float]]:
-    """`put_mb_s` and `get_mb_s` of blocks in so many pieces, by the number of threads with a block in flight each.
+    """Returns `put_mb_s` and `get_mb_s` of blocks in so many pieces, by the number of threads with a block in flight
+    each.
 
-    MB are 10**6 bytes. Raises RuntimeError with Mooncake's code when an operation fails.
+    MB are 10**6 bytes. Raises RuntimeError, with the operation's name, when an operation fails.
     """
     from mooncake.store import ReplicateConfig
 
@@ -90,7 +95,10 @@ def store_rates(pool: PoolEndpoint, block_bytes: int, pieces: int, repeats: int)
 
 
 def write_everywhere(pool: PoolEndpoint) -> None:
-    """Fill the pool's memory and empty it again: a store gets a page from the kernel when it is first written."""
+    """Fills the pool's memory and empties it again: the kernel gives a page to a store at the first write to that page.
+
+    Raises RuntimeError when a put fails.
+    """
     store, filler = store_client(pool), bytes(FILLER_BYTES)
     count = int(pool.config.dram_gib * 2**30 * FILLED_SHARE) // FILLER_BYTES
     keys = [f"{PREFIX}-filler@{number}" for number in range(count)]
@@ -101,7 +109,7 @@ def write_everywhere(pool: PoolEndpoint) -> None:
 
 
 def store_client(pool: PoolEndpoint):
-    """A Mooncake client without memory of its own."""
+    """Returns a Mooncake client that lends the pool no memory. Raises RuntimeError when the set-up fails."""
     from mooncake.store import MooncakeDistributedStore
 
     store, config = MooncakeDistributedStore(), pool.config
