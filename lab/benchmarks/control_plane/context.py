@@ -37,7 +37,7 @@ def measure(answers: list[np.ndarray]) -> dict[str, float]:
     from tailrace.deployments.context.shard import ContextShard
 
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes behind
     try:
         shard = ray.remote(ContextShard).options(num_cpus=0).remote(ContextConfig(), 0)
         runs = [_run(ray, shard, tokens, f"run-{number}") for number in range(REPEATS)]

@@ -79,7 +79,7 @@ def cluster() -> Iterator[None]:
     from ray import serve
 
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes behind
     logging.getLogger("ray.serve").setLevel("WARNING")
     try:
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})

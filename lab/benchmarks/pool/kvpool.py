@@ -65,7 +65,7 @@ async def _measure(demo: Path, heavy: Path, lengths, repeats: int, say) -> dict:
     return result | {
         "heavy": other,
         "break_even_tokens": {name: break_even(of["move_ms"], of["recompute_ms"]) for name, of in either.items()},
-        "identical": True,  # else it has failed above
+        "identical": True,  # else the benchmark has failed above
         "repeats": repeats,
     }
 
