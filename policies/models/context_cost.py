@@ -21,7 +21,7 @@ class ContextCost:
     """
 
     def __init__(self):
-        # Of each size: weight; excess, seconds; their products; usual. Lists: quicker than arrays on so few numbers.
+        # For each size: weight; excess, seconds; their products; usual. Lists: quicker than arrays on so few numbers.
         self._sums = [[0.0] * 6 for _ in TOKENS]
         self._chunks = self._context = 0.0
 

@@ -27,7 +27,7 @@ class StepCostEstimator:
     """Faded means of tokens, chunks and seconds per size, of steps with few drafts and of those with many."""
 
     def __init__(self):
-        # Of each size: weight, tokens, chunks, seconds. Lists: on four numbers they are quicker than arrays.
+        # For each size: weight, tokens, chunks, seconds. Lists: on four numbers they are quicker than arrays.
         self._sums = [[[0.0] * 4 for _ in TOKENS] for _ in range(2)]
         self._learned: tuple[tuple[float, ...], tuple[float, ...], float] | None = None
         self._costs: dict[int, StepCost] = {}

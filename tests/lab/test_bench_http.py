@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from resource import RLIM_INFINITY
 
 import pytest
 from aiohttp import web
@@ -93,3 +94,15 @@ def test_a_server_that_answers_nothing_and_too_few_files_are_one_line(monkeypatc
     monkeypatch.setattr(http.resource, "getrlimit", lambda _: (1_024, 4_096))
     with pytest.raises(Failed, match="5000 open files are needed, and the limit is 4096"):
         http.allow_files(5_000)
+
+
+@pytest.mark.parametrize(("soft", "hard", "changed"), [
+    (1_024, 8_192, [(5_000, 8_192)]), (6_000, 8_192, []), (RLIM_INFINITY, RLIM_INFINITY, []),
+    (1_024, RLIM_INFINITY, [(5_000, RLIM_INFINITY)]),
+])  # fmt: skip
+def test_the_limit_of_files_is_raised_and_never_lowered(monkeypatch, soft, hard, changed):
+    found = []
+    monkeypatch.setattr(http.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(http.resource, "setrlimit", lambda _, limits: found.append(limits))
+    http.allow_files(5_000)
+    assert found == changed

@@ -43,6 +43,7 @@ def line(base_ms: float, token_ms: float, lengths=(256, 1024, 4096)) -> dict[int
         (line(5, 1), line(10, 2), 0.0),  # always quicker
         (line(5, 2), line(10, 2), 0.0),
         (line(90, 3), line(10, 2), None),  # never
+        (line(5, 3), line(10, 2), None),  # quicker for the shortest alone
         (line(90, 1, [256]), line(10, 2, [256]), None),  # one length tells nothing
     ],
 )

@@ -72,6 +72,7 @@ def test_costs_are_of_the_loop_without_them_and_of_a_core():
     assert found["of_loop"] == {"metrics": 0.005, "traces": 0.005, "board": 0.015, "all": 0.025}
     assert found["of_core"]["all"] == pytest.approx(0.1 / WINDOW_S, abs=1e-5)
     assert found["loop_us_a_chunk"] == {"off": 2_000.0, "on": 2_050.0} and found["loop_cost_by_windows"] == 0.025
+    assert found["by_pair"] == [0.025]
 
 
 @pytest.mark.parametrize("option", ["--replicas", "--running", "--pairs", "--rounds", "--steps"])

@@ -18,8 +18,8 @@ class Seconds(BaseModel):
 
 
 class Staleness(BaseModel):
-    """Updates of the weights between a token and its use, over the tokens of a step. Of their mean, `in_flight` came
-    before the token's group had ended, `in_queue` after; both are 0 in ledgers that do not have them.
+    """Updates of the weights between a token and its use, over the tokens of a step. `in_flight`, `in_queue`: the parts
+    of `mean` that came before and after the token's group had ended; both are 0 in ledgers that do not have them.
     """
 
     model_config = ConfigDict(frozen=True)

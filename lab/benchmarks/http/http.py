@@ -127,4 +127,5 @@ def allow_files(wanted: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted > hard != resource.RLIM_INFINITY:
         raise Failed(f"{wanted} open files are needed, and the limit is {hard}; give fewer --requests")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    if resource.RLIM_INFINITY != soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

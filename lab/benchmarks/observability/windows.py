@@ -23,12 +23,13 @@ class QuietWindow(NamedTuple):
 
 def costs(without: list[QuietWindow], with_all: list[QuietWindow]) -> dict:
     """Returns the costs of the observers. `of_loop`: their time over the loop's other processor time, in windows with
-    observers. `of_core`: their time over the wall time of these windows.
+    observers. `of_core`: their time over the wall time of these windows. Spans traced without observers do not count.
     """
+    without = [one._replace(loop_s=one.loop_s - one.tracing_s) for one in without]
     off, on = _sums(without), _sums(with_all)
     kinds = {"metrics": on.counting_s + on.reading_s, "traces": on.tracing_s, "board": on.looking_s}
     kinds["all"] = sum(kinds.values())
-    off_us, on_us = (_us_a_chunk(one) for one in (off._replace(loop_s=off.loop_s - off.tracing_s), on))
+    off_us, on_us = (_us_a_chunk(one) for one in (off, on))
     by_pair = [_us_a_chunk(b) / _us_a_chunk(a) - 1 for a, b in zip(without, with_all, strict=True)]
     return {
         "windows": len(without) + len(with_all),

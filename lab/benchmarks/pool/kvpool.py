@@ -173,8 +173,10 @@ def break_even(move_ms: dict[int, float], recompute_ms: dict[int, float]) -> flo
         return None
     move_base, move_slope = _line(move_ms)
     base, slope = _line(recompute_ms)
-    if slope <= move_slope:
+    if np.isclose(slope, move_slope):
         return 0.0 if base > move_base else None
+    if slope < move_slope:
+        return None
     return round(max(0.0, (move_base - base) / (slope - move_slope)), 1)
 
 
