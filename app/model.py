@@ -5,7 +5,7 @@ unpacked into an ordinary Hugging Face folder of float32 safetensors. float32, b
 (4-bit integer times half-precision scale, plus offset) does not fit bfloat16, and the engine's exact mode on a
 CPU runs in float32; an engine of another dtype casts while loading.
 Invariant: a folder made here is complete; it appears by one rename, so an interrupted run leaves nothing.
-Called by `app model`, by `resolve_model("demo")` in every command that takes a model, and by the live tests.
+Called by `tailrace model`, by `resolve_model("demo")` in every command that takes a model, and by the live tests.
 """
 
 import hashlib

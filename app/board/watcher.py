@@ -139,7 +139,7 @@ class Watcher:
         return found
 
     def _rate(self, at_s: float, made: int) -> float | None:
-        """Returns tokens per second; None before the second reading, and after a break."""
+        """Returns tokens per second; None before the second reading of a coordinator."""
         if self._made and made < self._made[-1][1]:  # another coordinator counts from 0
             self._made.clear()
         self._made.append((at_s, made))

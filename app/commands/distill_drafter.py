@@ -73,7 +73,7 @@ def command(model, rollouts, out, layers, minutes, steps, temperature, max_token
 
 @contextmanager
 def _bar():
-    """Returns a callback for the progress of the training: a bar on a terminal, a line per report elsewhere."""
+    """Yields a callback for the progress of the training: a bar on a terminal, a line per report elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

@@ -121,7 +121,7 @@ def _failures():
 
 @contextmanager
 def _bar(files):
-    """Returns a callback for the number of bytes read of the present file."""
+    """Yields a callback for the number of bytes read of the present file."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

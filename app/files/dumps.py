@@ -107,7 +107,7 @@ class TraceLine(BaseModel):
 
 
 def told(reward: float | None) -> float | None:
-    """Returns the reward, or None for NaN: dumps write NaN if a reward function did not apply."""
+    """Returns the reward, or None if it is not finite: dumps write NaN if a reward function did not apply."""
     return None if reward is None or not math.isfinite(reward) else reward
 
 

@@ -1,7 +1,8 @@
 """Imports dumped rollouts into the history: prompts get their names, answers their token ids and their places.
 
-Invariant: an answer is kept once, however often its file is read. Answers without an index are numbered, by prompt and
-epoch, in the order in which they occur. Called by `tailrace history import`.
+Invariant: an answer is kept once, in however many imports its file is read. Answers without an index are numbered, by
+prompt and epoch, in the order in which they occur in all files of an import, so a file named twice counts twice.
+Called by `tailrace history import`.
 """
 
 from collections import Counter

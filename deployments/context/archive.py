@@ -29,7 +29,7 @@ class Archive:
         return (self._file(number) for number in self.mine if number in self._files or self._is_there(number))
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """Returns prompt key and newest group id for a prompt key, group id or prompt id; searches every file."""
+        """Returns prompt key and newest group id for a prompt key, group id or prompt id; searches these files."""
         found = (file.find(name) for file in self.files())
         return next((one for one in found if one is not None), None)
 

@@ -181,7 +181,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def _within(pieces: list[Piece], most_tokens: int, counts: Counts) -> list[Piece]:
-    """Returns the newest pieces, with `most_tokens` or fewer in total."""
+    """Returns the last pieces, with `most_tokens` or fewer in total; each of the others is dropped whole."""
     left = sum(len(piece.tokens) for piece in pieces) - most_tokens
     first = 0
     while left > 0:

@@ -182,7 +182,7 @@ class GroupIndex:
         self._samples.table[row, LESSON] = -1
 
     def ahead(self, sample_index: int, start: int, most: int) -> np.ndarray:
-        """Returns known answer tokens [start, start + limit) of a sample, int32; none if they have a gap."""
+        """Returns known answer tokens [start, start + most) of a sample, int32; none if they have a gap."""
         row = self._samples.get(sample_index)
         count = self.known(sample_index) - start if row is not None and start >= 0 else 0
         if count <= 0:

@@ -38,7 +38,8 @@ def _back(x, h, slope, net):
 
 @njit(nogil=True, cache=True)
 def learn(xs, seen, truth, net, rate):
-    """Makes one step for each token of a draft up to the first wrong one; returns the number of steps.
+    """Makes one step for each token of a draft up to the first wrong one. Returns the number of steps, or
+    `truth.size` if none was wrong.
 
     xs f32[positions, candidates, features], seen i32[positions, candidates + 1]: see `draft`; truth i32[n].
     """

@@ -21,7 +21,7 @@ class IndexSettings(BaseModel):
     """Learn the weights of evidence from tokens that prove right."""
 
     reward_weight: float = Field(default=0.5, ge=0)
-    """Extra weight of an answer of reward 1 over one of reward 0: a factor of 1 + reward_weight."""
+    """Spread of the weights by reward: an answer of reward r has the factor 1 + reward_weight * (r - 0.5)."""
 
     epoch_decay: float = Field(default=0.9, gt=0, le=1)
     """Factor on an answer's weight for each epoch of age."""

@@ -4,7 +4,8 @@ Or `lay` makes the files, and ranks of a trainer write the pieces, see `piece_fi
 
 Invariant: a slot is renamed into place only when every tensor, checksum and header is written. An interruption before
 that leaves a part folder, which the next stage removes. The caller's tensors are read in `add` alone, so it may change
-them as soon as the last `add` has returned. Called by `app.calls.client`.
+them as soon as the last `add` has returned. Called by `app.calls`, and by a worker that receives
+weights.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ Pieces = dict[str, list[StagedPiece]]
 
 
 class StageRefused(ValueError):
-    """The weights cannot be staged. The text is one line; nothing has changed."""
+    """The weights cannot be staged. The text is one line; the weights in use are untouched."""
 
 
 class Stage:
