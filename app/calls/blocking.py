@@ -38,7 +38,9 @@ def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 
 def blocking_iterator(method: Callable[P, AsyncIterator[T]]) -> Callable[P, Iterator[T]]:
-    """Returns a generator over the items of an async iterator. Closing the generator closes the iterator."""
+    """Returns a function that returns a generator over the items of the async iterator. Closing the generator closes
+    the iterator.
+    """
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

@@ -33,7 +33,7 @@ class LengthOrder:
         """Yields the prompts of one epoch in batches, each prompt once; the last batch may be smaller.
 
         `prompts`: in the order that they would have; it stays the order within each batch. The lengths are those that
-        are known as the first batch is taken. Without any the order stays. Each call is the next epoch.
+        are known as the first batch is taken, which begins the next epoch. Without any the order stays.
         """
         epoch, self._epoch = self._epoch, self._epoch + 1
         sizes = [min(self._groups, len(prompts) - first) for first in range(0, len(prompts), self._groups)]

@@ -1,7 +1,7 @@
 """Decoders for the texts of results, with the tokenizers of the models that made them.
 
 Invariant: a text is decoded by a tokenizer of exactly the files that the coordinator has: those of this host's model
-folder if they are the same, else the coordinator's, sent once. Called by `RolloutClient`.
+folder if they are the same, else the coordinator's, sent once. Used by `BatchStreams`.
 """
 
 import threading

@@ -25,7 +25,8 @@ Routes = Sequence[RoutedExperts | None]
 
 
 class RoutesInTrainer:
-    """Each method below `_wrap` takes the place of the trainer's of that name, whose own is `upstream`.
+    """Each method below `_wrap` takes the place of the trainer's of that name, whose own is `upstream`; `_whole_pass`
+    takes that of `training_step` and of `prediction_step`.
 
     `rows`: the routes of samples, which are added before the trainer's `_generate` ends.
     """

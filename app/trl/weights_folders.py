@@ -1,7 +1,7 @@
 """Weights of a trainer, written to folders that every replica can read.
 
-Two folders in turn: replicas that start late still read the last one while the next is written. A folder appears by
-one rename, so it is whole or not there.
+Two folders, by the parity of the version: if versions are consecutive, replicas that start late still read the last one
+while the next is written. A folder appears by one rename, so it is whole or not there.
 """
 
 import re

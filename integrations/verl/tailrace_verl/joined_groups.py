@@ -1,7 +1,8 @@
 """Requests of one group, joined: the first of them starts the whole group, each takes its own sample.
 
 Invariant: the tokens of a request do not depend on which of them was first, nor on whether the others come at all.
-One that comes after the group was taken, or KEPT_S after its end, has it made again, with the same tokens.
+One that comes after the group was taken, or KEPT_S after its end, has it made again: with the same tokens, if the
+weights are the same.
 Owned by the server, on its event loop.
 """
 

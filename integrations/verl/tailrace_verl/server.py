@@ -107,7 +107,9 @@ class TailraceServer:
     # ---- weights -------------------------------------------------------------------------------------
 
     async def next_weights(self, global_steps: int | None) -> WeightsUpdate:
-        """Allots a version to a step's weights. One that ends unloaded is not allotted again."""
+        """Allots a version to a step's weights. One that ranks have published and that ends unloaded is not allotted
+        again; the version of a folder that is refused is.
+        """
         version = await asyncio.to_thread(next_version, await self.connected())
         self._steps.record(version, global_steps)
         return WeightsUpdate(version, self._settings, self._unsaved)

@@ -30,7 +30,8 @@ async def send(tensors: Tensors, global_steps: int | None) -> dict[str, int]:
     """Publishes whole tensors, which all ranks must be given in one order; to be called on every rank.
 
     Returns metrics: the version, and the bytes that this rank has published from memory. Raises WeightsRejected, one
-    line, on every rank if the version has ended.
+    line, on every rank if the version has ended. With `weights_dir` the first rank alone raises it, and the others
+    return before the version is loaded.
     """
     server = ray.get_actor(SERVER)
     rank = distributed.get_rank() if distributed.is_initialized() else 0
