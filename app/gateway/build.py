@@ -1,7 +1,8 @@
 """`build(args)`: the gateway as a Serve application. `import_path` in `serve.http.yaml` names it.
 
-It is stateless: one replica or several, which share sessions by their names in the coordinator. Serve starts, checks
-and replaces it; callers connect to its own port.
+Its replicas, one or several, share sessions by their names in the coordinator. Earlier chats are kept by the replica
+that answered them, uploads of weights by the one that their rank has joined. Serve starts, checks and replaces
+replicas; callers connect to their own port.
 """
 
 from functools import partial

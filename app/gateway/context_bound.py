@@ -1,7 +1,7 @@
 """The model's context as a limit of requests, in the words by which clients recognise an overlong prompt.
 
 Invariant: routes refuse and cut as vLLM 0.32 does. A prompt that leaves no room is refused. An answer's limit beyond
-the room is cut; one beyond the whole context is refused, except on the route of tokens.
+the room is cut; one beyond the whole context is refused on the routes of completions and chats, and cut on the others.
 """
 
 import asyncio

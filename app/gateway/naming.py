@@ -3,7 +3,8 @@
 Tokens depend on weights, prompt, sampling parameters and (seed, step, group, index, turn). The headers
 `X-Tailrace-Seed`, `-Step`, `-Group`, `-Index` and `-Turn` give them; `-Hold` gives the seconds for which a sample is
 held for its next turn. Without a group it is that of equal prompts; without an index it is the request's `seed`, or
-drawn here, and the answer contains it. Samples of one request have consecutive indexes.
+drawn here, and the answer contains it. The samples of one prompt of a request have consecutive indexes, which
+begin with the same one for each of its prompts.
 """
 
 import re

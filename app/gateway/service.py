@@ -1,6 +1,7 @@
 """The gateway's access to the service: a client for each role, sessions, and the model's name and tokenizer.
 
-Invariant: nothing of a request outlives it here; sessions belong to the coordinator, and are closed there once idle.
+Invariant: of a request only the token ids of its chat and the names of its images outlive it here, within limits.
+Sessions belong to the coordinator, and are closed there once idle.
 """
 
 import asyncio

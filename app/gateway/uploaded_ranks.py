@@ -2,8 +2,8 @@
 
 A rank's part of a version is one task here, `PublishingRank.publish`, whose values come with requests: a piece's bytes
 in order, in as many bodies as the rank chooses, or as deltas on weights that this node holds. Invariants: a byte is
-taken once, a piece with the rank's own checksum, and a body that is refused changes nothing; no wait is longer than the
-ranks' limit. All ranks of a version use one gateway.
+taken once, a piece with the rank's own checksum, and a part of a body that is refused changes nothing; no wait for
+bytes is longer than the ranks' limit. All ranks of a version use one gateway.
 """
 
 import asyncio

@@ -6,7 +6,8 @@ the gateway's routes carry, with the same arguments, results and errors.
     answer = await client.open(seed=7).generate(text=...)
 
 A request names its samples by seed, step, group and index, so it is made again after a lost connection, with the same
-tokens. 429 and 503 are asked again after their Retry-After. Raises ConnectionError once `resume_s` have passed.
+tokens. 429 and 503 are asked again after their Retry-After. Once `resume_s` have passed, raises QuotaExceeded after
+429, ConnectionError after 503 or a lost connection.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class ContentPart(RequestObject):
 
     @cached_property
     def content(self) -> str | SentImage | None:
-        """Its text or image, or None for an empty text. Raises ValueError, one line, if it is neither."""
+        """Its text or image, or None without the field of its text. Raises ValueError, one line, if it is neither."""
         if self.type in IMAGES:
             given = self.image_url
             return SentImage.of(given.get("url") if isinstance(given, dict) else given)

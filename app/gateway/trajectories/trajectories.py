@@ -1,7 +1,7 @@
 """The trajectories that this gateway serves: their keys and their trees.
 
-Invariant: the coordinator has each turn before its answer reaches the client, so any gateway can go on. A coordinator
-that was lost gets a trajectory again from the gateway that knows it.
+Invariant: the coordinator has each turn before the end of its answer reaches the client, so any gateway can go on. A
+coordinator that was lost gets a trajectory again from the gateway that knows it.
 """
 
 import hmac
