@@ -157,18 +157,22 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
     if not _is_loopback(f"{ray.util.get_node_ip_address()}:0"):
         ray.shutdown()
         raise Failed("Ray listens on all interfaces, and a local service must not: call service() before importing ray")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes
     logging.getLogger("ray.serve").setLevel("WARNING")
     slots = Slots(service_name(file.application.name, ray.get_runtime_context().gcs_address))
     try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes
         serve.start(proxy_location=file.proxy_location, http_options={"host": "127.0.0.1"})
         _deploy(file)
         yield
     finally:
-        with redirect_stdout(StringIO()):  # Ray 2.60 prints there that its controller, now stopped, has ended
-            serve.shutdown()
-            ray.shutdown()
-        slots.remove()  # their keeper has ended with Ray
+        try:  # a second Ctrl-C ends the wait for Serve alone
+            with redirect_stdout(StringIO()):  # Ray 2.60 prints there that its controller, now stopped, has ended
+                serve.shutdown()
+        finally:
+            try:
+                ray.shutdown()
+            finally:
+                slots.remove()  # their keeper has ended with Ray
 
 
 def _deploy(file: ServeFile) -> None:

@@ -11,7 +11,9 @@ import click
 EXTRAS = {
     "ray": "cpu", "vllm": "cpu", "torch": "cpu", "mooncake": "cpu", "transformers": "cpu", "tokenizers": "cpu",
     "safetensors": "cpu", "numba": "cpu", "llvmlite": "cpu", "jinja2": "cpu", "zmq": "cpu", "msgspec": "cpu",
-    "prometheus_client": "cpu", "matplotlib": "bench", "arctic_inference": "bench",
+    "prometheus_client": "cpu", "fastapi": "cpu", "starlette": "cpu", "uvicorn": "cpu", "blake3": "cpu",
+    "zstandard": "cpu", "PIL": "cpu", "cachetools": "cpu", "psutil": "cpu", "xgrammar": "cpu", "triton": "cpu",
+    "gguf": "cpu", "accelerate": "cpu", "aiohttp": "bench", "matplotlib": "bench", "arctic_inference": "bench",
     "trl": "train", "datasets": "train", "reasoning_gym": "train", "pebble": "train",
 }  # fmt: skip
 """The extra of pyproject.toml that brings an import; `gpu` brings those of `cpu` too."""

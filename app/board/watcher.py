@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from secrets import token_hex
 from typing import Any
 
@@ -69,13 +70,11 @@ class Watcher:
 
     async def _run(self) -> None:
         while not self._idle():
-            items = self._client().watch()
             try:
-                await self._read(items)
+                async with aclosing(self._client().watch()) as items:
+                    await self._read(items)
             except Exception as error:  # noqa: BLE001 - mostly a lost service: the call is repeated
                 self._say_away(one_line(error))
-            finally:
-                await items.aclose()
             await asyncio.sleep(AGAIN_S)
         self._task = None
 

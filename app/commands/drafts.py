@@ -63,9 +63,9 @@ def _print(known: dict) -> None:
     from rich.table import Table
 
     console = Console()
-    console.print(f"group {known['group_id']}, prompt key {known['prompt_key']}", highlight=False)
+    console.print(f"group {known['group_id']}, prompt key {known['prompt_key']}", highlight=False, markup=False)
     if known["problem"]:
-        console.print(known["problem"], style="red", highlight=False)
+        console.print(known["problem"], style="red", highlight=False, markup=False)
     running = [sample for sample in known["samples"] if not sample["finished"]]
     total_tokens = sum(sample["tokens"] for sample in known["samples"])
     ended = len(known["samples"]) - len(running)

@@ -58,8 +58,10 @@ def command(config, port, dashboard_port):
     except KeyboardInterrupt:
         click.echo("stopping", err=True)
     finally:
-        _stop(head)
-        Slots(service_name(file.application.name, f"{LOOPBACK}:{port}")).remove()  # their keeper has ended with Ray
+        try:
+            _stop(head)
+        finally:  # also after a second Ctrl-C: their keeper ends with Ray
+            Slots(service_name(file.application.name, f"{LOOPBACK}:{port}")).remove()
 
 
 def _deploy(file: ServeFile, config: Path, dashboard: str, environment: dict[str, str]) -> None:

@@ -100,7 +100,7 @@ def _batches(status: ServiceSnapshot, rates: Rates) -> Table:
     table = plain_table("batch", "ended", "samples", "groups out", "tokens", "tokens/s", "seconds", "")
     for batch in status.batches:
         cells = (
-            batch.batch_id, share(batch.ended, batch.samples), f"{batch.ended:,}/{batch.samples:,}",
+            Text(batch.batch_id), share(batch.ended, batch.samples), f"{batch.ended:,}/{batch.samples:,}",
             f"{batch.emitted:,}/{batch.groups:,}", f"{batch.tokens:,}", _rate(rates.batch(batch.batch_id)),
             f"{batch.seconds:,.0f}", Text("tail", style="yellow") if batch.tail else "",
         )  # fmt: skip
@@ -118,7 +118,7 @@ def _replicas(status: ServiceSnapshot, rates: Rates, max_rows: int) -> Renderabl
         rate = rates.replica(replica.replica_id)
         accepted = ", ".join(f"{name} {part:.0%}" for name, part in (rate.accepted or {}).items())
         table.add_row(
-            replica.replica_id,
+            Text(replica.replica_id),
             Text(replica.state, style="" if replica.state == "ready" else "yellow"),
             f"{replica.running}/{replica.max_running}",
             f"{replica.kv_used_share:.0%}",
@@ -138,5 +138,5 @@ def _samples(longest: Sequence[SampleStatus]) -> Table:
     for sample in longest:
         where = sample.replica_id or "-"
         counts = (sample.tokens, sample.expected_tokens, sample.max_tokens, sample.chunks, sample.copies)
-        table.add_row(sample.sample_id, sample.state, where, *(f"{count:,}" for count in counts))
+        table.add_row(Text(sample.sample_id), sample.state, where, *(f"{count:,}" for count in counts))
     return table

@@ -172,7 +172,7 @@ def missing(name: str) -> ModuleNotFoundError:
 
 def test_every_import_of_an_extra_is_in_that_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    imported_as = {"mooncake": "mooncake-transfer-engine", "zmq": "pyzmq"}
+    imported_as = {"mooncake": "mooncake-transfer-engine", "zmq": "pyzmq", "PIL": "pillow"}
     for package, extra in EXTRAS.items():
         name = imported_as.get(package, package.replace("_", "-"))
         assert any(line.startswith(name) for line in extras[extra]), package

@@ -10,6 +10,8 @@ import tomllib
 import pytest
 from test_imports import CHAIN, ROOT, imports_of, names_of, sources, tree_of
 
+from tailrace.app import errors
+
 FOLDER = ROOT / "requirements"
 NAMES = ("cpu", "gpu", "dev")
 LINE = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*)==(?P<version>[0-9][0-9a-z.]*) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
@@ -98,6 +100,11 @@ def test_every_import_of_the_product_is_declared():
         *("datasets", "pebble", "reasoning-gym", "trl"),  # of `train`
     }
     assert third_party(*CHAIN) <= set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"], EXTRAS["bench"], EXTRAS["train"]))
+
+
+def test_every_import_that_a_light_installation_lacks_names_its_extra():
+    named = {DISTRIBUTIONS.get(name, name) for name in errors.EXTRAS}
+    assert third_party(*CHAIN) - set(declared(BASE)) - named == set()
 
 
 def test_the_cpu_lock_holds_no_build_for_cuda():
