@@ -1,9 +1,10 @@
 """Operations on the whole pool: a Mooncake client without memory of its own, and the master's HTTP pages.
 
-Invariant: nothing here blocks the event loop or lasts longer than CALL_S. A dead master makes a call of the client take
-4.3 s and its setup 90 s (Mooncake 0.3.13), so all calls run on separate threads. Owned by KvMaster. Moving KV from
-memory to the SSD is not among the operations: only the client that put a key may clear its copies. Mooncake does it by
-itself when memory is full; copies on the SSD are still found then.
+Invariant: nothing here blocks the event loop, and no single call of the client or of a page is awaited for longer than
+CALL_S; `move` and `keys_at` make several. A dead master makes a call of the client take 4.3 s and its setup 90 s
+(Mooncake 0.3.13), so all calls run on separate threads. Owned by KvMaster. Moving KV from memory to the SSD is not
+among the operations: only the client that put a key may clear its copies. Mooncake does it by itself when memory is
+full; copies on the SSD are still found then.
 """
 
 import asyncio

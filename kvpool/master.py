@@ -1,9 +1,9 @@
 """KvMaster: runs mooncake_master on its node, knows the stores that reported, and operates on the whole pool.
 
-Invariant: its address never changes while its node lives. The ports are constructor arguments, so a restarted process
-and a restarted actor listen on the same ports; then all keys are gone, the stores mount again, clients connect again.
-On another node it has another address, which its answers to the stores contain. A plain class: kvpool/pool.py makes the
-actor. Called by the coordinator and by the stores.
+Invariant: its address never changes while its first node lives. The ports are constructor arguments, so a restarted
+process and, on that node, a restarted actor listen on the same ports; then all keys are gone, the stores mount again,
+clients connect again. On another node a restarted actor has another address, which its answers to the stores contain. A
+plain class: kvpool/pool.py makes the actor. Called by the coordinator and by the stores.
 """
 
 import asyncio

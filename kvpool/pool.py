@@ -53,7 +53,7 @@ def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
 
 def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
     """Returns the endpoint once master and this node's store are up and this node's memory is mounted; waits up to
-    JOIN_S.
+    JOIN_S, and as long again if the store leaves meanwhile.
 
     Blocks; may be called on a thread with an event loop. Raises PoolDown, in one line.
     """

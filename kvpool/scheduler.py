@@ -1,9 +1,9 @@
 """The connector's scheduler side: looks up, pulls and saves KV for each request, and records the outcome.
 
-A request states its wishes in `kv_transfer_params` (the first fields of `Traffic`). Invariants: the scheduler never
-waits for the pool longer than LOOKUP_WAIT_S; a request is looked up once and pulled once; KV is saved when a request
-ends, if the request will be continued; blocks that a transfer reads or writes stay pinned until every rank has reported
-it. Built by `kvpool.connector`, called by vLLM.
+A request states its wishes in `kv_transfer_params` (the first fields of `Traffic`). Invariants: in a step the scheduler
+waits at most LOOKUP_WAIT_S for the look-up of each new request; a request is looked up once and pulled once; KV is
+saved when a request ends, if the request will be continued; blocks that a transfer reads or writes stay pinned until
+every rank has reported it. Built by `kvpool.connector`, called by vLLM.
 """
 
 import time
@@ -21,7 +21,7 @@ from tailrace.kvpool.traffic import Traffic
 from tailrace.kvpool.worker import PoolWorkerMetadata, SaveOfEnded
 
 LOOKUP_WAIT_S = 0.003
-"""Maximum seconds to wait for a lookup in one step. A healthy one takes 0.5 ms over loopback."""
+"""Maximum seconds to wait for a request's lookup in one step. A healthy one takes 0.5 ms over loopback."""
 
 
 class PoolScheduler(MooncakeStoreScheduler):

@@ -41,7 +41,8 @@ class Adapters:
     def load(self, path: str, digest: str | None = None) -> str:
         """Loads a folder's adapter, unless its content is loaded. Returns its digest.
 
-        `digest`: the intended content's digest. Raises AdapterRefused, one line; nothing has changed then.
+        `digest`: the intended content's digest. Raises AdapterRefused, one line; nothing has been loaded then, but an
+        unused adapter may have been dropped to make room.
         """
         if not self.slots:
             raise AdapterRefused(OFF)

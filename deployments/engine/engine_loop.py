@@ -169,7 +169,7 @@ class EngineLoop:
         self._stepper.close()
 
     def request_stop(self) -> None:
-        """Ends the loop after the turn in progress; outstanding chunks get EngineDown."""
+        """Ends the loop after the turn that reads this, which still steps once; outstanding chunks get EngineDown."""
         self._inbox.put((self._stop, "the engine was stopped"))
 
     # ------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class EngineRunner(EngineLoop):
         return super().healthy and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends the thread after the step in progress; outstanding chunks get EngineDown."""
+        """Ends the thread, at most one step after the one in progress; outstanding chunks get EngineDown."""
         self.request_stop()
         self._thread.join()
 

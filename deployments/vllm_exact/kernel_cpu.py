@@ -260,7 +260,8 @@ def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, force
     top_k i32[n] (0: off), forced i32[n] (-1: none), tolerance f32[n], see `margins`.
     Returns (tokens i32[n], logprobs f32[n], raw_logprobs f32[n], margins f32[n]). Logprobs are in nats.
     `logprobs` are under the sampling distribution, and 0 if greedy; NaN if no token is left, at any temperature.
-    For a forced token that the filters drop, they are under the unfiltered tempered distribution.
+    For a forced token that the filters drop, they are under the unfiltered tempered distribution; for a forced token of
+    a greedy row, they are the raw ones.
     `raw_logprobs` are under softmax(logits). A row that is no distribution (NaN, nothing finite) reports NaN.
     `margins`: how far the logits of two candidates must move apart before another token wins; inf if far, or forced.
     A token that the filters keep or drop only within `tolerance` of an edge counts as kept and as dropped.

@@ -1,8 +1,8 @@
 """Starts vLLM: its process-wide settings, its cores, its arguments.
 
 Invariant: everything is set before vLLM is imported.
-`vllm_args` cannot override a setting that exactness needs (except dtype: see EngineConfig).
-Called once per process, by the stepper, on the thread that will step the engine.
+`vllm_args` cannot override an argument that the engine sets itself.
+Called once per process, by the stepper or a draft model's sessions, on the thread that will step the engine.
 On Linux, cores are bound per thread, and OpenMP's threads inherit the binding.
 """
 

@@ -1,6 +1,6 @@
 """Patches of other packages that an engine needs, each with the condition for its removal.
 
-Called by launch.py, and in each worker by lora.py.
+Called by launch.py, and in each worker by lora.py; `set_proposed` also by the stepper.
 """
 
 
