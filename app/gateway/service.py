@@ -6,9 +6,10 @@ Sessions belong to the coordinator, and are closed there once idle.
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,25 +186,26 @@ class GatewayService:
                 f"prompt: {len(wanted.prompts)} prompts, n is {wanted.n}; a request is for {MAX_SAMPLES} samples"
             )
         bound = wanted.max_tokens or (await self.model()).max_model_len
+        groups = [(naming.group_of(prompt), prompt) for prompt in wanted.prompts for _ in range(wanted.n)]
+        numbers = defaultdict(count)  # equal prompts are samples of one group, each with an index of its own
         return [
             SampleRequest(
                 group=PromptGroup(
-                    prompt_id=naming.group_of(prompt),
+                    prompt_id=group,
                     samples=1,
                     max_tokens=bound,
                     sampling=wanted.sampling,
                     adapter=wanted.adapter,
                     **prompt,
                 ),
-                index=naming.index + number,
+                index=naming.index + next(numbers[group]),
                 turn=naming.turn,
                 together=len(wanted.prompts) * wanted.n,
                 hold_s=naming.hold_s,
                 branches=naming.branches,
                 chunk_tokens=wanted.chunk_tokens,
             )
-            for prompt in wanted.prompts
-            for number in range(wanted.n)
+            for group, prompt in groups
         ]
 
     @contextlib.contextmanager

@@ -67,6 +67,19 @@ def flat(pieces) -> list:
     return list(chain.from_iterable(pieces))
 
 
+def test_equal_prompts_of_a_request_are_samples_of_one_group(play):
+    async def story(cluster, http, app):
+        asked = {"max_tokens": 90, "return_token_ids": True}
+        batch = await answered(http, "/v1/completions", prompt=[PROMPT, [8, 9], PROMPT, PROMPT], n=2, **asked)
+        one = await answered(http, "/v1/completions", prompt=PROMPT, n=6, **asked)
+        found = [(choice["tailrace"]["index"], choice["token_ids"]) for choice in batch["choices"]]
+        alone = [(choice["tailrace"]["index"], choice["token_ids"]) for choice in one["choices"]]
+        assert [*found[:2], *found[4:]] == alone and [index for index, _ in alone] == list(range(3, 9))
+        assert [index for index, _ in found[2:4]] == [3, 4] and len({str(tokens) for _, tokens in found}) == 8
+
+    play(story)
+
+
 def test_a_streamed_completion_is_the_whole_one_in_pieces(play):
     async def story(cluster, http, app):
         asked = {"prompt": PROMPT, "max_tokens": 90, "n": 2, "logprobs": 1, "return_token_ids": True}
