@@ -44,7 +44,7 @@ def parse_traceparent(traceparent: str) -> SpanContext:
 
 
 def traceparent(span: Span) -> str | None:
-    """Returns the W3C `traceparent` of a span, for its children in other processes; None when tracing is off."""
+    """Returns the W3C `traceparent` of a span, for its children in other processes; None without a context."""
     own = span.get_span_context()
     return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}" if own.is_valid else None
 

@@ -23,8 +23,8 @@ FAULTS = (
     "token_log", "pool",
 )  # fmt: skip
 """A chunk that its replica refused or failed, or that a lost replica had; a replica that left unasked; a sample given
-up; all batches ended by an error of a policy; a contained error; batches whose drivers are gone; the token log; the
-pool's master without an answer.
+up; all batches ended by an error of a policy; a contained error; batches whose drivers are gone; the token log; an
+error in a release or prefetch of KV. A pool's master without an answer does not count, see POOL_UP.
 """
 
 CAUSES = (

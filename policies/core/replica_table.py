@@ -195,8 +195,8 @@ class ReplicaTable:
         self._list(replica_id, replica)
 
     def room_tokens(self, replica_id: str) -> int:
-        """Returns the maximum number of tokens that a new chunk may need there; 0 if the replica is full, unknown or
-        holds other weights.
+        """Returns the maximum number of tokens that a new chunk may need there; 0 if the replica is full, unknown,
+        closing or set aside, or holds other weights.
         """
         replica = self._replicas.get(replica_id)
         return 0 if replica is None or replica.kept is not None else self.own_room_tokens(replica_id)

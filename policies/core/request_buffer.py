@@ -152,7 +152,7 @@ class Batch:
         self.groups: dict[str, Group] = {}  # by id, in order of arrival
         self.samples = self.unemitted = 0  # `unemitted`: groups not emitted yet
         self.positions = 0  # groups ever added
-        self.max_tokens = 0  # maximum of any sample
+        self.max_tokens = 0  # maximum of any sample's first turn
         self.known_lengths = deque(maxlen=KNOWN_PROMPTS)  # past and finished lengths of removed groups
         self.lengths: BatchLengths | None = None  # `LengthTracker`'s; None before the first, and with greater answers
         self.new_lengths = 0  # `LengthTracker` alone writes it
@@ -205,7 +205,7 @@ class Chunk:
 
 
 class RequestBuffer:
-    """Every batch, and every sample by its id, until the last group of the batch has been emitted."""
+    """Every batch, until it is closed and all its groups are emitted; every sample by its id, until its group is."""
 
     def __init__(self):
         self.batches: dict[str, Batch] = {}

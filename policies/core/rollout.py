@@ -462,7 +462,7 @@ class RolloutCore:
         return chunk_id in self._running.chunks
 
     def knows_batch(self, batch_id: str) -> bool:
-        """Returns whether some group of the batch has not been emitted."""
+        """Returns whether the batch is open, or some group of it has not been emitted."""
         return batch_id in self._buffer.batches
 
     def is_late(self, event: ev.Event) -> bool:

@@ -1,7 +1,8 @@
 """Placements: where a chunk runs. A placement picks one replica with room; the core keeps its `memory`.
 
 Contract: the replica returned is ready and has room for `need_tokens`; at least one such replica exists when
-`choose` is called. `sticky` placements see each sample once: its later chunks go where the first one went.
+`choose` is called. `sticky` placements see a sample again only after its replica has left, closed or been set aside:
+until then its later chunks go where the first one went.
 `min_pull_tokens` is the number of tokens from which a replica of this performance (None: not measured yet), on which
 `running` chunks are to run, should pull a sample's KV from the pool instead of computing it, or None for never.
 """

@@ -243,7 +243,7 @@ class FastestOfN(BaseModel):
 
 
 def _least_loaded(heap: list[tuple[int, str, int]], but: str) -> str | None:
-    """Takes a place on the worker with the fewest copies that has room and is not `but`."""
+    """Takes a place on the worker with the fewest samples that has room and is not `but`. Returns its id, or None."""
     own = heappop(heap) if heap and heap[0][1] == but else None
     taken = None
     if heap:

@@ -53,7 +53,7 @@ class Shrinking(BaseModel):
     for `after_s`. The number grows again only with the work, since measured speeds are noisy: engines may become
     drafters or stop, drafters may stop.
 
-    Memory is (the answer, the time since when it holds, samples that had not ended).
+    Memory is (the answer, the last time that no smaller one sufficed, samples that had not ended).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -5,7 +5,7 @@ decoupled drafter that has sent a window of w tokens drafts w more during their 
 are wasted, up to 2w - 1. In SpecActor's rounds a sample then sits out a verification until it has a new window, and a
 right window brings w tokens (`renewal_tokens_s`). Tailrace's engines never wait: they continue with the drafts at hand
 (`decoupled_tokens_s`). A coupled drafter waits too, so a right window brings one token of the verifier's own on top.
-Pure functions; called by `specactor_planner`.
+Pure functions; called by `specactor_planner`, `racing` and `aimd`.
 """
 
 from typing import NamedTuple

@@ -24,7 +24,7 @@ PAIRED = 20.0
 
 
 class StepCostEstimator:
-    """Faded means of tokens, chunks and seconds per size, of steps with few drafts and of those with many."""
+    """Faded sums of tokens, chunks and seconds per size, of steps with few drafts and of those with many."""
 
     def __init__(self):
         # For each size: weight, tokens, chunks, seconds. Lists: on four numbers they are quicker than arrays.

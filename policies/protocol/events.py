@@ -237,7 +237,9 @@ class ReplicasReserved:
 
 @dataclass(frozen=True, slots=True)
 class WeightsChanged:
-    """New weights: chunks now start only on replicas that hold `version`; running chunks of other versions stop."""
+    """New weights: chunks now start only on replicas that hold `version`; running chunks of other versions stop. With
+    `kv_on_update: finish`, samples that have begun continue on replicas that keep older weights.
+    """
 
     now: float
     version: int

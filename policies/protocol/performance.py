@@ -1,8 +1,9 @@
 """The measured performance of one replica: one record, with the fade, the prior and the meaning of "tested".
 
 Measured by `policies.models.performance_estimator`, in the engine; sent in its report and in `ReplicaMeasured`. Read by
-drafting, placement, tail, racing and `draft_models`. Invariant: it holds only measurements. Each has its age, in
-seconds at `observed_at`, and a figure of 0 without one means that nothing was measured.
+placement, tail, racing, lanes, `draft_models`, `histo_pipe` and the core's books. Invariant: it holds only
+measurements. Each has its age, in seconds at `observed_at`, and a figure of 0 without one means that nothing was
+measured.
 
 A draft token is tested if all drafts before it were right: the right ones and the first wrong one, verified or
 overtaken. The share of right ones among the tested is therefore the chance that a draft is right if all before it are.

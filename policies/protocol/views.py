@@ -135,11 +135,13 @@ class ReplicasView(Protocol):
         """Returns the first replica after `after`, in cyclic order of ids, with room for `need_tokens`, or None."""
 
     def ready(self) -> list[str]:
-        """Returns the ids, in order, of the replicas that hold the current weights and are not closing."""
+        """Returns the ids, in order, of the replicas that hold the current weights and are neither closing nor set
+        aside.
+        """
 
     def room_tokens(self, replica_id: str) -> int:
-        """Returns the maximum number of tokens that a new chunk may need there; 0 if the replica is full, unknown or
-        holds other weights.
+        """Returns the maximum number of tokens that a new chunk may need there; 0 if the replica is full, unknown,
+        closing or set aside, or holds other weights.
         """
 
     def running(self, replica_id: str) -> int:
@@ -178,8 +180,8 @@ class TailView(NamedTuple):
     """The replicas and the rest of the batches in flight."""
 
     now: float
-    waiting: int  # samples without room on any replica
-    running: int  # chunks
+    waiting: int  # unended samples that do not run, held and paused ones included
+    running: int  # samples that run; their copies do not count
     unended: int  # samples of the batches in flight
     submitted: int  # all samples of these batches
     replicas: tuple[ReplicaView, ...]  # Serve stops the last one first
