@@ -111,8 +111,8 @@ class OpenSessions:
     # ---- called by drivers -------------------------------------------------------------------------
 
     async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer | Rejected:
-        """Returns one sample, once it has ended. When a caller leaves, or its deadline passes, the sample ends if no
-        other caller waits.
+        """Returns one sample, once it has ended. The first deadline of a caller that passes ends the sample for all of
+        them. When a caller leaves, the sample ends if no other caller waits.
         """
         asked = await self._asked(settings, request)
         if isinstance(asked, Rejected):

@@ -75,7 +75,7 @@ Message = Call | Left | Item | CallEnded | Beat
 
 
 def encode(message: Message) -> bytes:
-    """Returns the payload of a message. Raises TypeError or KeyError if a value is not carried by this line."""
+    """Returns the payload of a message. Raises TypeError or ValueError if a value is not carried by this line."""
     return _codec.encode(message)
 
 

@@ -18,7 +18,9 @@ class WireMessage(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid
 
 
 def plain(value: Any) -> Any:
-    """Returns a value without a MessagePack type as one that has one. Raises TypeError for other types."""
+    """Returns a value without a MessagePack type as one that has one. Raises TypeError for other types, and ValueError
+    for an array of a type that is none of DTYPES.
+    """
     if isinstance(value, np.ndarray):
         return DTYPES.index(value.dtype.str), np.ascontiguousarray(value).reshape(-1).data.cast("B"), *value.shape[1:]
     if isinstance(value, np.generic):
@@ -51,7 +53,7 @@ class Codec:
         self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=made, strict=strict, ext_hook=extension)
 
     def encode(self, messages: Any) -> bytes:
-        """Returns one frame. Raises TypeError if a value is of no known type."""
+        """Returns one frame. Raises TypeError or ValueError if a value is of no known type."""
         return self._encoder.encode(messages)
 
     def decode(self, frame: bytes) -> Any:

@@ -93,7 +93,7 @@ def carries(chunk: ChunkRequest) -> bool:
 
 
 def encode(message: Message) -> bytes:
-    """Returns the payload of a message. Raises TypeError if a value is of no known type."""
+    """Returns the payload of a message. Raises TypeError or ValueError if a value is of no known type."""
     return _codec.encode(message)
 
 

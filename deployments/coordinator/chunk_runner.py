@@ -71,7 +71,8 @@ class ChunkRunner:
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, MadeTokens | None]:
         """Returns ChunkFinished and its tokens; or ChunkFailed or ReplicaLeft, and None.
 
-        Never raises: an exception that escaped would leave the chunk running for ever in the core's books.
+        Raises nothing but the CancelledError of its own task, which is cancelled once a new core has replaced the
+        chunk's. Another exception that escaped would leave the chunk running for ever in the core's books.
         """
         span, made = INVALID_SPAN, None
         try:

@@ -88,7 +88,7 @@ class EngineClient:
         return self._lines.report_s
 
     def reports(self) -> list[DatedReport]:
-        """Returns the latest report of each replica that has a line."""
+        """Returns the latest report of each replica that has reported lately, see `CoordinatorLines.reports`."""
         return self._lines.reports()
 
     def _running(self) -> dict[str, None]:

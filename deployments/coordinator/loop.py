@@ -91,7 +91,7 @@ class Loop:
         self._seen.set()
 
     async def turn(self) -> None:
-        """Returns at the end of the next turn."""
+        """Returns at the end of the turn under way, or of the next one if none is."""
         self._turned.clear()
         await self._turned.wait()
 
