@@ -95,7 +95,7 @@ class RolloutCore:
         self.outliers = Outliers(policies.ordering, self.replicas, self._running)
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer, self.outliers)
         self._failures = Failures(self.replicas, self._running)
-        self._trajectories = TrajectoryBook(policies.trajectories, self.replicas, self._kv)
+        self._trajectories = TrajectoryBook(policies.trajectories, self.replicas, self._kv, self._waiting.look_at)
         self._held = HeldSamples()
         self.awaited = Awaited(self._failures, self._unassigned, self._trajectories, self._lanes)
         self._outbox: list[Action] = []
@@ -203,7 +203,7 @@ class RolloutCore:
         chunks, observed_at, seen = self._running.chunks, event.observed_at, self._prefetch_planner.seen
         for chunk_id, tokens in event.tokens.items():
             chunk = chunks.get(chunk_id)
-            if chunk is not None and chunk.sample.see(tokens, observed_at):
+            if chunk is not None and not chunk.beaten and chunk.sample.see(tokens, observed_at):
                 seen(chunk)
 
     def _replica_joined(self, event: ev.ReplicaJoined) -> None:
@@ -300,6 +300,7 @@ class RolloutCore:
                 self._place(found)
             elif not self._trajectories.make_room(now):
                 break
+            homes += self._start_bound()
         return homes
 
     def _start_bound(self) -> list[str]:
@@ -397,8 +398,8 @@ class RolloutCore:
         view = sample.view()
         chunking = self.policies.chunking
         chunk_tokens = checked_count(chunking, "tokens", chunking.tokens(view), 1)
-        if sample.chunk_tokens is not None:
-            chunk_tokens = min(chunk_tokens, sample.chunk_tokens)
+        for limit in (sample.max_tokens - sample.generated_tokens, sample.chunk_tokens):
+            chunk_tokens = chunk_tokens if limit is None else min(chunk_tokens, limit)
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
         if self._lanes.is_lane(sample) and not self._lanes.fits(sample, sample.home):
             sample.home = None

@@ -106,4 +106,5 @@ class RunningChunks:
         ]
 
     def _worth_keeping(self, chunk: Chunk) -> bool:
-        return not (chunk.beaten or chunk.sample.cancelled) and self._kv.keeps(chunk)
+        useless = chunk.beaten or chunk.copy_of is not None or chunk.sample.cancelled
+        return not useless and self._kv.keeps(chunk)

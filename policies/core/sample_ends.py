@@ -63,13 +63,13 @@ class HeldSamples:
         return self._ends.pop(sample.sample_id)[1]
 
     def expired(self, now: float) -> list[Sample]:
-        """Returns samples whose deadline has passed, in its order; they are still here."""
-        found = []
+        """Returns samples whose deadline has passed, in its order, each once; they are still here."""
+        found: dict[str, Sample] = {}  # a deadline that was renewed unchanged has two entries
         while self._due and self._due[0][0] <= now:
             entry = heappop(self._due)
             if self._is_held(*entry):
-                found.append(entry[2])
-        return found
+                found[entry[1]] = entry[2]
+        return list(found.values())
 
     def _is_held(self, until_s: float, sample_id: str, sample: Sample) -> bool:
         return self._ends.get(sample_id, (None,))[0] == until_s

@@ -8,7 +8,7 @@ parked. A branch begins at once. Invariant: without a policy that is `on`, only 
 alone; O(log samples) an event.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -47,9 +47,12 @@ class _Pause:
 
 
 class TrajectoryBook:
-    """`table` counts kept KV as taken. `kv`: knows what the pool can hold, and releases."""
+    """`table` counts kept KV as taken. `kv`: knows what the pool can hold, and releases. `freed`: called with a replica
+    that has room again.
+    """
 
-    def __init__(self, policy: ActiveTrajectories, table: ReplicaTable, kv: KvTracker):
+    def __init__(self, policy: ActiveTrajectories, table: ReplicaTable, kv: KvTracker, freed: Callable[[str], None]):
+        self._freed = freed
         self._policy, self._table, self._kv, self.on = policy, table, kv, policy.on
         self._gaps = GapBelief()
         self._active: dict[str, int] = {}  # by sample id: tokens of context
@@ -294,6 +297,7 @@ class TrajectoryBook:
         if pause is None or pause.replica_id is None:
             return False
         self._table.unkeep(pause.replica_id, name)
+        self._freed(pause.replica_id)
         pause.replica_id = None
         return True
 

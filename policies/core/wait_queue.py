@@ -85,6 +85,8 @@ class WaitQueue:
         queues, batch = self._queues.setdefault(sample.place, {}), sample.group.batch if self._apart else None
         if batch not in queues:
             queues[batch] = [FitQueue() for _ in range(self._ordering.lanes)]
+        if self._lanes.get(sample.sample_id, queues[batch]) is not queues[batch]:
+            self.drop(sample)  # it is queued in another place
         for queue, key in zip(queues[batch], self._keys(view, sample.group.view()), strict=True):
             queue.push(sample.sample_id, sample.need_tokens, key)
         self._samples[sample.sample_id], self._lanes[sample.sample_id] = sample, queues[batch]

@@ -2,9 +2,12 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
 
+from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.chunking import FixedChunks
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.views import SampleView
 
 
@@ -39,3 +42,23 @@ def test_a_planner_counts_the_draft_models_that_the_service_has():
     planned = Policies(draft_models="planned")
     assert planned.sized(1, 3).draft_models.replicas == 3 and planned.sized(1, 0) == planned
     assert Policies().sized(1, 3) == Policies()
+
+
+class Constant(BaseModel):
+    """A chunking of a user's own, which does not look at the sample."""
+
+    model_config = ConfigDict(frozen=True)
+    type: str = "constant"
+
+    def tokens(self, sample: SampleView) -> int:
+        return 64
+
+
+def test_a_chunking_that_asks_for_too_much_makes_no_sample_longer_than_it_may_be():
+    core, lengths = RolloutCore(Policies(chunking=Constant(), lanes="none")), []
+    core.observe(ev.ReplicaJoined(0.0, "r0", 16, 1000, 8, 0, 0))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, 1, 100),)))
+    while started := [one for one in core.decide(ev.Tick(0.0)) if hasattr(one, "max_tokens")]:
+        lengths.append(started[0].max_tokens)
+        core.observe(ev.ChunkFinished(0.0, started[0].chunk_id, lengths[-1], ev.ChunkEnd.LENGTH, 0))
+    assert lengths == [64, 36] and core.counts()["batches"] == 0

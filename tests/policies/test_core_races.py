@@ -392,3 +392,30 @@ def test_a_sample_that_no_replica_can_run_ends_at_the_first_refusal(which):
         core.observe(ev.ChunkFailed(3.0, other, "too hot", of_sample=True))
     assert not any(isinstance(one, EndSample) for one in core.decide(ev.Tick(3.5)))
     assert not any(core.counts().values())
+
+
+def racing() -> RolloutCore:
+    """One sample of a group of 10 tokens, whose original and copy run on two replicas."""
+    core = RolloutCore(Policies(racing="fastest_of_n", lanes="none", chunking={"type": "fixed", "chunk_tokens": 100}))
+    for name in ("r0", "r1"):
+        core.observe(ev.ReplicaJoined(0.0, name, 16, 1000, 8, 0, 0, name, ("model", "group")))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, 1, 400),)))
+    assert len(starts(core.decide(ev.Tick(0.1)))) == 2
+    return core
+
+
+def test_tokens_that_a_beaten_chunk_reports_late_are_none_of_the_next_chunk():
+    core = racing()
+    (copy,) = [one for one in core._running.chunks if is_copy(core, one)]
+    (original,) = [one for one in core._running.chunks if one != copy]
+    core.observe(ev.ChunkFinished(3.0, copy, 100, ev.ChunkEnd.LENGTH, 0))
+    core.decide(ev.Tick(3.0))
+    core.observe(ev.TokensStreamed(3.1, {original: 97}, 3.05))
+    sample = core.sample("g#0")
+    assert (sample.generated_tokens, sample.streamed_tokens) == (100, 0)
+
+
+def test_the_kv_of_a_copy_that_gives_way_is_not_kept():
+    core = racing()
+    (copy,) = [chunk for chunk in core._running.chunks.values() if chunk.copy_of is not None]
+    assert not core._running._worth_keeping(copy) and core._running._worth_keeping(copy.copy_of)

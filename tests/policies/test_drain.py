@@ -223,3 +223,44 @@ def test_no_chunk_runs_under_other_weights_and_all_samples_end(ordering, placeme
     assert sum(map(bool, mixed)) < len(mixed), (
         "samples mix where their replicas are lost or loaded, and in no other play"
     )
+
+
+def test_a_group_that_is_bound_anew_leaves_the_queue_of_its_older_weights():
+    chunks = {"type": "fixed", "chunk_tokens": 50}
+    core = RolloutCore(Policies(ordering="group_static", kv_on_update="finish", chunking=chunks, lanes="none"))
+    running: dict[str, StartChunk] = {}
+
+    def turn(now: float) -> None:
+        running.update({one.chunk_id: one for one in starts(core.decide(ev.Tick(now)))})
+
+    def end(now: float, chunk_id: str, tokens: int = 50, how: str = "length") -> None:
+        start = running.pop(chunk_id)
+        made = min(tokens, start.max_tokens)
+        core.observe(ev.ChunkFinished(now, chunk_id, made, ev.ChunkEnd(how), start.weights_version))
+
+    for name in ("r0", "r1"):
+        joins(core, name, 0, 64, 4)
+    submit(core, ev.GroupSpec("H", 10, 2, 1000), ev.GroupSpec("G", 10, 6, 1000))
+    turn(0.1)
+    core.observe(ev.WeightsChanged(2.0, 1))
+    turn(2.0)
+    turn(2.1)
+    for chunk_id in [one for one, start in running.items() if start.replica_id == "r0"]:
+        end(2.2, chunk_id, 10, "aborted")
+    turn(2.3)
+    joins(core, "r0", 1, 64, 4)
+    turn(2.4)
+    for chunk_id in [one for one in running if one.startswith("G")][:2]:
+        end(2.5, chunk_id)
+    turn(2.6)
+    assert {sample.place for sample in core._waiting.samples()} >= {0}, "begun ones wait for their weights"
+    for chunk_id in [one for one, start in running.items() if start.replica_id == "r1"][:3]:
+        running.pop(chunk_id)
+        core.observe(ev.ChunkFailed(3.0, chunk_id, "fell over"))
+    turn(3.1)
+    assert core.replicas.aside("r1") is not None
+    for count in range(200):
+        for chunk_id in list(running):
+            end(3.5 + count, chunk_id)
+        turn(3.6 + count)
+    assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}

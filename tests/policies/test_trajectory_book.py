@@ -236,3 +236,37 @@ def test_without_seconds_a_sample_is_held_by_the_gaps_that_were_seen():
         stored(core, start, 80, end="stop")
         assert not of(EndSample, tick(core, 3 * PRIOR_S - 1))
         assert bool(of(EndSample, tick(core, 3 * PRIOR_S + 1))) == ends
+
+
+@pytest.mark.parametrize("hold_s", [30.0, inf])
+def test_a_tool_call_that_leaves_the_deadline_as_it_is_ends_the_sample_once(hold_s):
+    core = RolloutCore(Policies())
+    core.observe(join("a", 1000))
+    held = ev.GroupSpec("g", 10, 1, 100, hold_s=hold_s, open=True)
+    core.observe(ev.SamplesSubmitted(0.0, "b", (held,), open=True))
+    (start,) = of(StartChunk, tick(core, 0.1))
+    core.observe(ev.ChunkFinished(1.0, start.chunk_id, 5, ev.ChunkEnd.STOP, 0))
+    tick(core, 1.0)
+    core.observe(ev.ToolCalled(1.1, "g#0", "bash"))
+    ended = [of(EndSample, tick(core, now)) for now in (20.0, 2000.0, 2001.0)]
+    assert list(map(len, ended)) == [0, 1, 0]
+
+
+def test_a_bound_sample_starts_once_kept_kv_has_left_its_replica():
+    policies = {"ordering": "fcfs", "placement": "pinned", "lanes": "none"}
+    core = RolloutCore(Policies(**policies, trajectories="by_kv", chunking={"type": "fixed", "chunk_tokens": None}))
+    for name in ("a", "b"):
+        core.observe(join(name, 64))
+    for name, prompt, most, hold_s in (("held", 10, 500, 30.0), ("other", 10, 900, 0.0)):
+        core.observe(ev.SamplesSubmitted(0.0, name, (ev.GroupSpec(name, prompt, 1, most, hold_s=hold_s),)))
+        tick(core, 0.1)
+    core.observe(ev.SamplesSubmitted(0.0, "bound", (ev.GroupSpec("bound", 10, 1, 900, chunk_tokens=50),)))
+    (start,) = of(StartChunk, tick(core, 0.2))
+    core.observe(ev.ChunkFinished(1.0, "held#0:0", 490, ev.ChunkEnd.STOP, 0))
+    now = 1.0
+    while start is not None:
+        now += 0.1
+        core.observe(ev.ChunkFinished(now, start.chunk_id, 50, ev.ChunkEnd.LENGTH, 0))
+        start = next(iter(of(StartChunk, tick(core, now))), None)
+    assert core.sample("bound#0").home == "a" and not core.replicas.view("a").running
+    assert [one.sample_id for one in of(StartChunk, tick(core, 40.0))] == ["bound#0"]
