@@ -36,7 +36,7 @@ def replica(name: str = "r1", **said) -> ReplicaStatus:
 
 def batch(tokens: int, **said) -> BatchStatus:
     usual = {"samples": 8, "ended": 6, "groups": 2, "emitted": 1, "tail": False, "seconds": 4.0}
-    return BatchStatus(batch_id="step-7", tokens=tokens, **(usual | said))
+    return BatchStatus(tokens=tokens, **({"batch_id": "step-7"} | usual | said))
 
 
 def service(replicas=(), batches=(), **said) -> ServiceSnapshot:
@@ -120,6 +120,16 @@ def test_a_view_names_everything_that_runs():
                  "group 75%", "2.00", "step-7/sky#3", "1,234", "2,000"):  # fmt: skip
         assert word in text, word
     assert "!" not in text
+
+
+def test_names_with_brackets_are_shown_as_they_are():
+    sample = SAMPLE.model_copy(update={"sample_id": "b[bold]/q[/INST]#1"})
+    status = service([replica("r[1]")], [batch(10, batch_id="b[bold]")], longest=(sample,))
+    rates = Rates()
+    rates.add(0.0, status)
+    text = shown(view(status, rates, max_replicas=5))
+    for name in ("b[bold]/q[/INST]#1", "b[bold] ", "r[1] "):
+        assert name in text, text
 
 
 @pytest.mark.parametrize("level", ["bits", "law"])

@@ -1,0 +1,44 @@
+"""The board's watcher over scripted services."""
+
+import asyncio
+import json
+
+from tailrace.app.board import watcher as module
+from tailrace.app.board.watcher import Watcher
+
+
+class Service:
+    """A client whose `watch` yields one state, and then waits."""
+
+    def __init__(self):
+        self.closed = False
+
+    async def watch(self):
+        try:
+            yield {"whole": True, "number": 1, "at_s": 1.0, "epoch": "e", "sections": {"service": {"": {"tokens": 3}}}}
+            await asyncio.Event().wait()
+        finally:
+            self.closed = True
+
+
+def test_a_board_that_is_opened_before_the_service_exists_shows_it_once_it_does(monkeypatch):
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    service, tries = Service(), []
+
+    def client():
+        tries.append(True)
+        if len(tries) < 3:
+            raise RuntimeError("the application is not built yet")
+        return service
+
+    async def story():
+        watcher = Watcher(client)
+        async with asyncio.timeout(60):
+            async for text in watcher.follow():
+                if "service" in json.loads(text)["sections"]:
+                    break
+        watcher.end()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(story())
+    assert len(tries) == 3 and service.closed
