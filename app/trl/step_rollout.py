@@ -88,7 +88,12 @@ class StepRollout:
 
 def check_answered(group: GroupResult) -> None:
     """Raises Failed if the service gave up a sample."""
-    for sample in group.samples:
-        if sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH):
-            reason = sample.error or sample.finish_reason
-            raise Failed(f"prompt {group.prompt_id} sample {sample.sample_index} has no answer: {reason}")
+    if (sample := given_up(group)) is not None:
+        reason = sample.error or sample.finish_reason
+        raise Failed(f"prompt {group.prompt_id} sample {sample.sample_index} has no answer: {reason}")
+
+
+def given_up(group: GroupResult) -> SampleResult | None:
+    """Returns the first sample of a group that the service gave up, or None if all have an answer."""
+    answered = (SampleEnd.STOP, SampleEnd.LENGTH)
+    return next((sample for sample in group.samples if sample.finish_reason not in answered), None)

@@ -89,9 +89,9 @@ def batch_of(*prompt_ids):
     return RolloutBatch(batch_id="b", groups=groups, step=4)
 
 
-def group_of(prompt):
+def group_of(prompt, text="c", end="stop"):
     sample = SampleResult(
-        sample_index=0, token_ids=(3,), text="c", logprobs=(0.0,), raw_logprobs=(0.0,), finish_reason="stop"
+        sample_index=0, token_ids=(3,), text=text, logprobs=(0.0,), raw_logprobs=(0.0,), finish_reason=end
     )
     return GroupResult(
         batch_id="b", prompt_id=prompt.prompt_id, prompt_token_ids=prompt.token_ids, samples=(sample,), step=4
@@ -117,3 +117,24 @@ def test_stored_groups_are_not_rolled_out_again_unless_the_weights_are_others(tm
     assert list(StoredGroups(tmp_path, roll_out, lambda: "w1").groups_of(batch_of("a", "b", "c"))) == again
     list(StoredGroups(tmp_path, roll_out, lambda: "w2").groups_of(batch_of("a", "b", "c")))
     assert asked[2:] == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+def test_a_group_with_a_sample_that_was_given_up_is_rolled_out_again(tmp_path, end):
+    ends, asked = {"a": "length", "b": end}, []
+
+    def roll_out(batch):
+        asked.append([group.prompt_id for group in batch.groups])
+        yield from (group_of(group, end=ends[group.prompt_id]) for group in batch.groups)
+
+    def started():
+        return list(StoredGroups(tmp_path, roll_out, lambda: "w1").groups_of(batch_of("a", "b")))
+
+    given = started()
+    assert [group.samples[0].finish_reason for group in given] == ["length", end], "the trainer raises the error"
+    (path,) = tmp_path.glob("*.jsonl")
+    with path.open("a") as file:
+        file.write(given[1].model_dump_json() + "\n")  # as earlier versions did
+    ends["b"] = "stop"
+    assert [group.samples[0].finish_reason for group in started()] == ["length", "stop"]
+    assert asked == [["a", "b"], ["b"]] and started() and len(asked) == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tailrace.app.trl.step_rollout import given_up
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 
 ANY_WEIGHTS = ""
@@ -29,13 +30,13 @@ class StoredGroups:
         self._folder, self._roll_out, self._weights_digest = folder, roll_out, weights_digest
 
     def groups_of(self, batch: RolloutBatch) -> Iterator[GroupResult]:
-        """Yields groups of the batch, the stored ones first."""
+        """Yields groups of the batch, the stored ones first. A group with a sample that was given up is not stored."""
         path, digest = _file_of(self._folder, batch.step), self._weights_digest()
         wanted = {group.prompt_id: (group.token_ids, group.samples) for group in batch.groups}
         stored = {
             group.prompt_id: group
             for group in _read(path, digest)
-            if wanted.get(group.prompt_id) == (group.prompt_token_ids, len(group.samples))
+            if wanted.get(group.prompt_id) == (group.prompt_token_ids, len(group.samples)) and given_up(group) is None
         }
         _write(path, digest, stored.values())
         yield from stored.values()
@@ -43,8 +44,9 @@ class StoredGroups:
         if missing:
             with path.open("a") as file:
                 for group in self._roll_out(batch.model_copy(update={"groups": missing})):
-                    file.write(group.model_dump_json() + "\n")
-                    file.flush()
+                    if given_up(group) is None:
+                        file.write(group.model_dump_json() + "\n")
+                        file.flush()
                     yield group
 
 
