@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from tailrace.app.errors import BadInput
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
-from tailrace.app.train.record.stored_groups import StoredGroups
+from tailrace.app.train.record.stored_groups import StoredGroups, stored_groups
 from tailrace.app.train.train_config import read_train_config
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 
@@ -138,3 +138,20 @@ def test_a_group_with_a_sample_that_was_given_up_is_rolled_out_again(tmp_path, e
     ends["b"] = "stop"
     assert [group.samples[0].finish_reason for group in started()] == ["length", "stop"]
     assert asked == [["a", "b"], ["b"]] and started() and len(asked) == 2
+
+
+def test_unicode_s_own_ends_of_lines_and_a_character_that_was_cut_off_lose_no_stored_group(tmp_path):
+    texts, asked = {"a": "1\u20282\u20293\x854", "b": "5", "c": "6\u2028"}, []
+
+    def roll_out(batch):
+        asked.append([group.prompt_id for group in batch.groups])
+        yield from (group_of(group, texts[group.prompt_id]) for group in batch.groups)
+
+    given = list(StoredGroups(tmp_path, roll_out, lambda: "w1").groups_of(batch_of("a", "b", "c")))
+    (path,) = tmp_path.glob("*.jsonl")
+    assert stored_groups(tmp_path) == given
+    written = path.read_bytes()
+    path.write_bytes(written[: written.rindex("\u2028".encode()) + 1])  # within the character
+    assert stored_groups(tmp_path) == given[:2]
+    assert list(StoredGroups(tmp_path, roll_out, lambda: "w1").groups_of(batch_of("a", "b", "c"))) == given
+    assert asked == [["a", "b", "c"], ["c"]]
