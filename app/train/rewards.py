@@ -53,7 +53,12 @@ class RewardPool:
         computed = self._pool.schedule(score, args=(self._task, question, completion), timeout=self._timeout_s)
 
         def ended(computed: Future) -> None:
-            found = _outcome(computed, self._timeout_s, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            try:
+                found = _outcome(computed, self._timeout_s, seconds)
+            except BaseException as error:  # noqa: BLE001 - the user's: an integer beyond floats, or a repr that raises
+                fault = f"a reward is a finite number; reading it raised {type(error).__name__}"
+                found = Reward(None, "failed", fault, seconds)
             self.counts[found.outcome] += 1
             reward.set_result(found)
 

@@ -1,7 +1,9 @@
 """Tasks and rewards of the learner."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import reward_functions
@@ -149,6 +151,30 @@ def test_rewards_that_raise_hang_die_or_are_no_numbers_are_counted_values(monkey
     assert found[5].error == "no reward within 3.0 s" and found[0].error is None
     assert all(reward.seconds > 0.0 for reward in found)
     assert pool.counts == {"ok": 2, "failed": 4, "timed_out": 1}
+
+
+class Mute(Exception):
+    """A value, or an error, that cannot be shown."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize(
+    ("raised", "value", "fault"),
+    [(None, 10**400, "OverflowError"), (None, Mute(), "RuntimeError"), (Mute(), None, "RuntimeError")],
+    ids=["huge", "value", "error"],
+)
+def test_a_reward_that_cannot_be_read_is_failed_and_not_waited_for(raised, value, fault):
+    computed = Future()
+    computed.set_exception(raised) if raised else computed.set_result(value)
+    pool = RewardPool(TaskConfig(name="gcd"), workers=1, timeout_s=1.0)
+    pool._pool = SimpleNamespace(schedule=lambda *_, **__: computed)
+    found = pool.submit(Question("q", "prompt", "answer"), "completion").result(timeout=0)
+    assert (found.value, found.outcome, pool.counts) == (None, "failed", {"failed": 1})
+    assert found.error == f"a reward is a finite number; reading it raised {fault}"
 
 
 def test_a_function_of_a_user_gets_the_prompt_the_completion_and_the_answer(monkeypatch):
