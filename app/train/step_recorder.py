@@ -50,6 +50,7 @@ class StepRecorder(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         self._step_s, self._cpu_s = time.monotonic() - self._started, time.process_time() - self._cpu_s
+        self._spent = self._feed.take_seconds()  # before `settle`, whose wait is no part of the step
         self._replica_s, self._rewarded = self._replicas.take(), self._rewards.take()
         self._staleness = self._staleness_of(state.global_step - 1, self._rewarded)
         metrics = self._trainer._metrics["train"]  # of TRL's own log, for `report_to`
@@ -113,10 +114,9 @@ class StepRecorder(TrainerCallback):
         )
 
     def _seconds(self, rewarded: RewardedStep) -> Seconds:
-        spent = self._feed.take_seconds()
         known = {
-            "rollout": spent["rollout"],
-            "weights": spent["weights"],
+            "rollout": self._spent["rollout"],
+            "weights": self._spent["weights"],
             "rewards": rewarded.waited_s,
         }
         return Seconds(step=self._step_s, train=self._step_s - sum(known.values()), **known)
