@@ -1,11 +1,13 @@
 """Files of the learner: configuration, rows, stored groups, the folder of a run."""
 
 import json
+import math
 
 import pytest
 from pydantic import BaseModel
 
 from tailrace.app.errors import BadInput
+from tailrace.app.train.record.ledger import LedgerRow, Seconds, Staleness
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.record.stored_groups import StoredGroups, stored_groups
@@ -37,6 +39,19 @@ def test_a_torn_line_is_not_read_and_is_dropped(tmp_path):
     again.truncate_after(1)
     again.append(Row(step=2, value=0.0))
     assert [row.value for row in RowFile(path, Row).rows] == [1 / 3, 0.0]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_step_without_a_finite_gradient_is_read_again(tmp_path, number):
+    path, zeros = tmp_path / "ledger.jsonl", dict.fromkeys(LedgerRow.model_fields, 0)
+    staleness, seconds = (dict.fromkeys(part.model_fields, 0.0) for part in (Staleness, Seconds))
+    parts = {"weights_checksum": "c", "taken": (), "longest": {}, "staleness": staleness, "seconds": seconds}
+    rows = RowFile(path, LedgerRow)
+    rows.append(LedgerRow(**zeros | parts | {"step": 1, "grad_norm": number}))
+    for _ in range(2):
+        (row,) = RowFile(path, LedgerRow).rows
+        assert repr(row) == repr(rows.rows[0]) and repr(row.grad_norm) == repr(number)
+        rows.truncate_after(1)
 
 
 @pytest.mark.parametrize(

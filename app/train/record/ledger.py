@@ -41,7 +41,7 @@ class LedgerRow(BaseModel):
     `logprob_difference_max`: trainer's logprobs against the rollout's.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # null would not be read again
     step: int
     weights_checksum: str
     groups: int
