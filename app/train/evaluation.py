@@ -7,6 +7,7 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.train.record.accuracy import Accuracy, Mean
 from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.task import Question
+from tailrace.app.trl.step_rollout import check_answered
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 
 HELD_OUT_STEPS = 1 << 41
@@ -35,7 +36,7 @@ class HeldOut:
         self._samples, self._max_tokens, self._sampling = samples, max_tokens, sampling
 
     def accuracy(self, step: int) -> Accuracy:
-        """Returns the accuracy. Failed rewards count as 0."""
+        """Returns the accuracy. Failed rewards count as 0. Raises Failed if the service gives up a sample."""
         return Accuracy(
             step=step,
             questions=len(self._questions),
@@ -58,10 +59,11 @@ class HeldOut:
         batch = RolloutBatch(
             batch_id=f"held-out-{step}-{samples}-{sampling.temperature:g}", groups=groups, step=HELD_OUT_STEPS + step
         )
-        begun = [
-            [self._pool.submit(self._questions[group.prompt_id], sample.text) for sample in group.samples]
-            for group in self._client.rollout_blocking(batch)
-        ]
+        begun = []
+        for group in self._client.rollout_blocking(batch):
+            check_answered(group)
+            question = self._questions[group.prompt_id]
+            begun.append([self._pool.submit(question, sample.text) for sample in group.samples])
         rewards = [[future.result().value or 0.0 for future in futures] for futures in begun]
         return mean_of([math.fsum(values) / len(values) for values in rewards])
 
