@@ -4,6 +4,7 @@
 source to its end; only rank 0 stages and calls. Checked against vLLM 0.32.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,13 +52,18 @@ class MemoryTrainerEngine(TrainerWeightTransferEngine[MemoryTrainerInitInfo]):
 
     def send_weights(self) -> None:
         """Sends the weights. Raises the service's refusal; its former weights then stay."""
-        if not self.is_sender:
-            for _ in self.source:  # gathering a sharded parameter needs every rank
+        weights = iter(self.source)
+        try:
+            if self.is_sender:
+                self._send(weights)
+        finally:
+            for _ in weights:  # gathering a sharded parameter needs every rank, also after an error here
                 pass
-            return
+
+    def _send(self, weights: Iterator) -> None:
         self.client.start_weight_update()
         version = self._service.status_blocking().weights_version + 1
-        staged = self._service.stage_weights_blocking(version, iter(self.source))
+        staged = self._service.stage_weights_blocking(version, weights)
         self.client.update_weights({"source": str(staged.stage.seal())})
         self.client.finish_weight_update()
 

@@ -1,6 +1,7 @@
 """Trainers' own clients, unmodified, against a gateway on this machine: vLLM's weight-sync client and TRL's client."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -16,7 +17,7 @@ from waiting import until
 from tailrace.app.calls.refused import WeightsRejected
 from tailrace.app.model import perturbed
 from tailrace.app.weights.over_http import HttpWeights
-from tailrace.app.weights.trainer_engine import MemoryTrainerInitInfo, register
+from tailrace.app.weights.trainer_engine import MemoryTrainerEngine, MemoryTrainerInitInfo, register
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,32 @@ def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_ur
     assert http.get("/weight_info").json()["weight_version"] == str(version + 1)
     with pytest.raises(requests.HTTPError, match="401"):
         HTTPVLLMWeightSyncClient(trainer_url.replace("trainer:", "trainer:x")).start_weight_update()
+
+
+@pytest.mark.parametrize("broken", ["start_weight_update", "status_blocking", "stage_weights_blocking"])
+def test_the_sender_reads_its_source_to_the_end_as_other_ranks_do_if_an_update_breaks_off(broken):
+    def fail(*arguments):
+        if broken == "stage_weights_blocking":
+            next(arguments[1])
+        raise ConnectionError("the gateway is gone")
+
+    class Source:
+        def __iter__(self):
+            for name in "abc":
+                read.append(name)  # a collective of all ranks
+                yield name, None
+
+    def rank(is_sender: bool) -> MemoryTrainerEngine:
+        return MemoryTrainerEngine(service=service, client=service, source=Source(), is_sender=is_sender)
+
+    read = []
+    calls = {"start_weight_update": lambda: None, "status_blocking": lambda: SimpleNamespace(weights_version=1)}
+    service = SimpleNamespace(**calls | {broken: fail})
+    with pytest.raises(ConnectionError, match="the gateway is gone"):
+        rank(True).send_weights()
+    assert read == ["a", "b", "c"]
+    rank(False).send_weights()
+    assert read == ["a", "b", "c"] * 2
 
 
 def test_a_pause_holds_samples_in_flight_and_new_ones_and_changes_no_token(address, http):
