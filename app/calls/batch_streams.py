@@ -60,6 +60,6 @@ class BatchStreams:
             async with self._connection.stream("rollout", sent, driver, have) as items:
                 async for item in items:
                     if isinstance(item, Rejected):
-                        raise await self._loads.error_of(item, "rollout", sent, batch.adapters, resumed)
+                        raise await self._loads.error_of(item, "rollout", batch, batch.adapters, resumed)
                     await self._texts.attach(item)
                     yield item

@@ -54,11 +54,11 @@ class OwnAdapters:
         self._own.pop(name, None)
         await self._service.unload(name)
 
-    async def restore(self, names: Iterable[str | None]) -> bool:
+    async def restore(self, names: Iterable[str | None], asked: Mapping[str, int]) -> bool:
         """Loads again those of these adapters that are this client's and that the service has lost.
 
-        Returns True if one is this client's and the service now has all of them; nothing is loaded if it lacks another
-        one.
+        Returns True if one is this client's and the service now has all of them, in the minimum versions `asked` by
+        name or higher ones; nothing is loaded if it lacks another one.
         """
         wanted = dict.fromkeys(name for name in names if name is not None)
         if not self._own.keys() & wanted.keys():
@@ -69,8 +69,8 @@ class OwnAdapters:
             return False
         for name, adapter in own.items():
             if held.get(name, 0) < adapter.version:
-                await self.load(name, adapter.path)
-        return True
+                held[name] = (await self.load(name, adapter.path)).version
+        return all(held[name] >= asked.get(name, 0) for name in wanted)
 
     def min_versions(self, asked: Mapping[str, int]) -> dict[str, int]:
         """Returns minimum versions by name that the service must hold: those of the last loads, or higher ones."""

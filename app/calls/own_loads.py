@@ -31,19 +31,20 @@ class OwnLoads:
         return settings.model_copy(update={"min_weights_version": lowest, "min_adapter_versions": adapters})
 
     async def error_of(
-        self, refusal: Rejected, call: str, sent: BatchSettings, adapters: Iterable[str | None], resumed: bool
+        self, refusal: Rejected, call: str, asked: BatchSettings, adapters: Iterable[str | None], resumed: bool
     ) -> Exception:
         """Returns the error to raise for a refused request: Interrupted if it is to be made again.
 
         A service that was restarted gets this client's weights and `adapters` (those that the request names) before.
-        `resumed`: the request was accepted once, so it waits for its quota.
+        `asked`: the caller's settings, without this client's demands, which may fall: a restarted service counts the
+        versions of an adapter from 1. `resumed`: the request was accepted once, so it waits for its quota.
         """
         error = error_of(refusal, call)
         match refusal.by:
             case RejectedBy.WEIGHTS:
-                again = await self._weights.restore(sent.weights_version)
+                again = await self._weights.restore(asked.weights_version, asked.min_weights_version)
             case RejectedBy.ADAPTER:
-                again = await self._adapters.restore(adapters)
+                again = await self._adapters.restore(adapters, asked.min_adapter_versions)
             case RejectedBy.READER:
                 return Interrupted(error, READER_S)
             case cause:

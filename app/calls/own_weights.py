@@ -38,9 +38,11 @@ class OwnWeights:
             raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
         return await self.update(int(version), status.weights_source, status.weights_digest)
 
-    async def restore(self, wanted: int | None) -> bool:
-        """Loads them again. Returns False if there are none, or if a request wants another version."""
-        if self._last is None or wanted not in (None, self.version):
+    async def restore(self, wanted: int | None, lowest: int = 0) -> bool:
+        """Loads them again. Returns False if there are none, or if a request wants another version or `lowest` and
+        these are lower.
+        """
+        if self._last is None or wanted not in (None, self.version) or self.version < lowest:
             return False
         await self.update(*self._last)
         return True

@@ -48,7 +48,7 @@ class SingleSamples:
             call.cancel()  # else the sample would run to its end without a reader
             raise
         if isinstance(answer, Rejected):
-            raise await self._loads.error_of(answer, "generate", sent, [request.group.adapter], resumed)
+            raise await self._loads.error_of(answer, "generate", settings, [request.group.adapter], resumed)
         return answer
 
     async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
@@ -84,7 +84,7 @@ class SingleSamples:
                 async for item in items:
                     if isinstance(item, Rejected):
                         adapters = [request.group.adapter]
-                        raise await self._loads.error_of(item, "stream_sample", sent, adapters, resumed)
+                        raise await self._loads.error_of(item, "stream_sample", settings, adapters, resumed)
                     yield item
 
     async def cancel(self, session: str, group: str | None, index: int | None) -> int:

@@ -91,7 +91,8 @@ class GatewaySamples:
             shorter = group.model_copy(update={"max_tokens": context})
             return await self._answers(settings, shorter, index, count, turn, hold_s)
         except UnknownAdapter as error:
-            raise Interrupted(error) if await self._adapters.restore([group.adapter]) else error from None
+            has_it = await self._adapters.restore([group.adapter], settings.min_adapter_versions)
+            raise Interrupted(error) if has_it else error from None
         answers = bodies.answers_of(found, settings, group.prompt_id)
         await self._weights.check(settings, answers)
         return answers

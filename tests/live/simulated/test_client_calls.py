@@ -348,6 +348,19 @@ def test_a_batch_may_ask_for_newer_weights_than_the_client_s():
     assert [sent.min_weights_version for _, sent, _, _ in service.named("rollout")] == [7]
 
 
+def test_a_batch_that_asks_for_newer_weights_than_the_client_can_load_is_refused_at_once():
+    service = Service(update_weights=[loaded(5)], rollout=[[Rejected(reason="old", by=RejectedBy.WEIGHTS)]])
+    client = client_of(service)
+
+    async def story():
+        await client.update_weights(5, "folder")
+        with pytest.raises(RolloutRejected, match="old"):
+            await rolled(client, batch_of("p", min_weights_version=7))
+        return asyncio.get_running_loop().time()
+
+    assert run(story()) == 0.0 and len(service.named("update_weights")) == len(service.named("rollout")) == 1
+
+
 def adapter(name: str, version: int) -> Adapter:
     return Adapter(name, version, "0" * 16, f"/adapters/{name}")
 
@@ -417,6 +430,31 @@ def test_a_first_version_is_loaded_again_too_and_a_client_without_adapters_loads
     with pytest.raises(UnknownAdapter, match="unknown"):
         run(rolled(client_of(service), adapted("poet")))
     assert service.named("status") == [] and len(service.named("rollout")) == 1
+
+
+@pytest.mark.parametrize(
+    ("again", "asked", "rollouts"),
+    [(2, {"poet": 3}, 1), (1, {"poet": 2}, 1), (1, {}, 2), (3, {"poet": 3}, 2), (2, {"other": 2}, 1)],
+)
+def test_an_adapter_is_refused_at_once_if_the_service_has_it_in_a_lower_version_than_asked_for(again, asked, rollouts):
+    """`again`: version that the service, which was restarted, gives the client's adapter when it is loaded again."""
+    refusal, last = [Rejected(reason="old", by=RejectedBy.ADAPTER)], [group("p0"), group("p1")]
+    held = SimpleNamespace(adapters=(adapter("other", 1),))
+    loads = [adapter("poet", 2), adapter("poet", again)]
+    service = Service(load_adapter=loads, status=[held], rollout=[refusal, last])
+    client = client_of(service)
+
+    async def story():
+        await client.load_adapter("poet", "/adapters/poet")
+        batch = adapted("poet", "other").model_copy(update={"min_adapter_versions": asked})
+        if rollouts == 2:
+            assert await rolled(client, batch) == ["p0", "p1"]
+        else:
+            with pytest.raises(UnknownAdapter, match="old"):
+                await rolled(client, batch)
+
+    run(story())
+    assert len(service.named("rollout")) == rollouts and len(service.named("load_adapter")) == 2
 
 
 def test_versions_of_adapters_that_a_batch_asks_for_may_be_higher():
