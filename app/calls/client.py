@@ -180,9 +180,9 @@ class RolloutClient:
         """
         try:
             source = await asyncio.to_thread(staged.stage.seal)
+            loaded = await self.update_weights(staged.version, str(source), source.digest, score)
         finally:
-            staged.drop()  # of a sealed stage, nothing
-        loaded = await self.update_weights(staged.version, str(source), source.digest, score)
+            staged.drop()  # keeps a sealed slot, which the next stage may take from here on
         return loaded.model_copy(update={"staged_s": staged.seconds})
 
     commit_weights_blocking = blocking(commit_weights)

@@ -81,10 +81,10 @@ class HttpWeights:
         """Loads (name, tensor) pairs, through memory. Raises WeightsRejected; the former weights then stay."""
         staged = self.stage_weights_blocking(version, tensors)
         try:
-            source = staged.stage.seal()
+            loaded = self.update_weights_blocking(version, str(staged.stage.seal()))
         finally:
-            staged.drop()  # keeps a sealed stage
-        return self.update_weights_blocking(version, str(source)).model_copy(update={"staged_s": staged.seconds})
+            staged.drop()  # keeps a sealed slot, which the next stage may take from here on
+        return loaded.model_copy(update={"staged_s": staged.seconds})
 
     def next_version_blocking(self) -> int:
         """Returns the lowest version that can be published, see `tailrace.weights.next_version`."""

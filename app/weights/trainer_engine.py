@@ -64,8 +64,11 @@ class MemoryTrainerEngine(TrainerWeightTransferEngine[MemoryTrainerInitInfo]):
         self.client.start_weight_update()
         version = self._service.status_blocking().weights_version + 1
         staged = self._service.stage_weights_blocking(version, weights)
-        self.client.update_weights({"source": str(staged.stage.seal())})
-        self.client.finish_weight_update()
+        try:
+            self.client.update_weights({"source": str(staged.stage.seal())})
+            self.client.finish_weight_update()
+        finally:
+            staged.drop()  # keeps a sealed slot, which the next stage may take from here on
 
 
 def _service_of(client, init_info: MemoryTrainerInitInfo) -> RolloutClient | HttpWeights:

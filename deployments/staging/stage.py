@@ -82,7 +82,8 @@ class Stage:
     def seal(self, pieces: Sequence[StagedPiece] = ()) -> MemorySource:
         """Writes checksums and headers, and puts the slot in place. Returns the source to commit.
 
-        `pieces`: those that ranks have written. Raises StageRefused if the bytes of one are not the rank's.
+        No other stage may begin until `drop`: it would take this slot while the replicas check it. `pieces`: those
+        that ranks have written. Raises StageRefused if the bytes of one are not the rank's.
         """
         if not self._files:
             raise StageRefused(f"weights {self._version}: no tensor was given")
@@ -96,11 +97,10 @@ class Stage:
         for file in self._files:
             file.seal(source)
         self._slots.part.rename(self._slot)
-        self._close()
         return source
 
     def drop(self) -> None:
-        """Discards the tensors so far; a sealed stage is kept."""
+        """Discards the tensors so far, and lets the next stage begin; a sealed slot is kept."""
         if self._lock >= 0:
             shutil.rmtree(self._slots.part, ignore_errors=True)
         self._close()

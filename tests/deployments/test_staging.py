@@ -142,6 +142,21 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(slots):
     staged(slots, 2)
 
 
+def test_a_sealed_slot_is_not_taken_while_replicas_check_it(slots):
+    """The next stage deleted the slot of a version that was being committed: only the version before was served."""
+    served = staged(slots, 5)
+    stage = Stage(slots, 6, (5, served.digest))
+    stage.add("a", TENSORS["embed"])
+    source = stage.seal()
+    with pytest.raises(AlreadyStaging):
+        Stage(slots, 7, (5, served.digest))
+    assert (6, source.digest) in slots.held()
+    stage.drop()
+    assert (6, source.digest) in slots.held() and not slots.part.exists()
+    Stage(slots, 7, (6, source.digest)).drop()
+    assert list(slots.held()) == [(6, source.digest)]
+
+
 def test_a_forgotten_stage_lets_the_next_one_in(slots):
     stage = Stage(slots, 1, NOTHING)
     stage.add("a", TENSORS["embed"])

@@ -12,7 +12,8 @@ from tailrace.app.calls.refused import (
 )
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import Rejected
-from tailrace.deployments.staging.slots import MemorySource, Slots
+from tailrace.deployments.staging.slots import AlreadyStaging, MemorySource, Slots
+from tailrace.deployments.staging.stage import Stage
 
 
 def test_the_present_weights_get_a_higher_number_and_no_other():
@@ -70,6 +71,28 @@ def test_weights_are_staged_kept_and_committed_by_their_digest(slots):
     assert service.named("update_weights") == [(Role.TRAINER, 7, str(MemorySource("app-0", 7, digest)), digest)]
     staged.drop()
     assert len(slots.held()) == 1, "it is sealed"
+
+
+def test_no_stage_begins_while_the_service_loads_a_sealed_slot(slots):
+    """The next one took the slot of weights that the replicas were checking."""
+    status = SimpleNamespace(weights_version=4, weights_digest="d")
+
+    def load():
+        ((version, _),) = slots.held()
+        with pytest.raises(AlreadyStaging):
+            Stage(slots, 8, (4, "d"))
+        return loaded(version)
+
+    service = Service(status=[status], update_weights=[load, Rejected(reason="no")])
+
+    async def story():
+        client = client_of(service)
+        assert (await client.send_weights(7, TENSORS)).version == 7
+        with pytest.raises(WeightsRejected, match="no"):
+            await client.send_weights(8, TENSORS)
+        Stage(slots, 9, (7, "d")).drop()
+
+    run(story())
 
 
 def test_weights_that_cannot_be_staged_leave_the_way_free_and_those_that_are_served_stay(slots):
