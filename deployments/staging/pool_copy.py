@@ -1,8 +1,8 @@
 """Copies of staged weights in the KV pool, for nodes where they were not staged.
 
 A tensor is one value under `weights/VERSION/NAME`, and so is each file's header under its file's name. Invariant: a
-copy becomes a slot of its node only when it is whole, and is verified there like a staged one. Called by the keeper of
-the slots, which puts, and by replicas, which pull.
+copy becomes a slot of its node only when it is whole and verified. Called by the keeper of the slots, which puts, and
+by replicas, which pull.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from pathlib import Path
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.deployments.staging.slots import SHARED_MEMORY, AlreadyStaging, MemorySource, Slots, slot_of
+from tailrace.deployments.staging.verified import Verifier
 from tailrace.kvpool.pool_config import PoolConfig, PoolEndpoint
 
 PULL_S = 600.0
@@ -59,8 +60,13 @@ def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
         store.close()
 
 
-def pull(source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHARED_MEMORY) -> Path:
-    """Returns this node's slot with weights that this replica, or another one here, has pulled. Raises ValueError."""
+def pull(
+    source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHARED_MEMORY, verifier: Verifier | None = None
+) -> Path:
+    """Returns this node's slot with weights that this replica, or another one here, has pulled. Raises ValueError.
+
+    `verifier`: the replica's; it remembers what was verified here.
+    """
     from tailrace.kvpool.pool import join_pool
     from tailrace.kvpool.status import PoolDown
 
@@ -74,7 +80,7 @@ def pull(source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHA
         try:
             if _known_files(store, source) is None:
                 _ask_keepers(source, pool)
-            return _pulled(store, source, slots)
+            return _pulled(store, source, slots, verifier or Verifier())
         finally:
             store.close()
     except (PoolDown, OSError, KeyError) as error:
@@ -111,7 +117,7 @@ def _ask_keepers(source: MemorySource, pool: PoolConfig) -> None:
     raise ValueError(f"weights {source}: {problem}; send them again, or update from a folder")
 
 
-def _pulled(store, source: MemorySource, slots: Slots) -> Path:
+def _pulled(store, source: MemorySource, slots: Slots, verifier: Verifier) -> Path:
     files = _known_files(store, source)
     if files is None:
         raise ValueError(f"weights {source}: the pool has lost them; send them again, or update from a folder")
@@ -122,6 +128,7 @@ def _pulled(store, source: MemorySource, slots: Slots) -> Path:
     try:
         for file in files:
             _pull_file(store, source, part / file)
+        verifier.verify(part, source)  # as a slot, a copy with a wrong byte would be found again by every retry
     except BaseException:  # any error: it is raised again
         shutil.rmtree(part, ignore_errors=True)
         raise

@@ -38,5 +38,5 @@ class WeightsMemory:
             from tailrace.deployments.staging.pool_copy import pull
 
             self.own_slots()  # else what is pulled outlives the application
-            folder = pull(source, self._pool, self._app_name)
+            folder = pull(source, self._pool, self._app_name, verifier=self._verifier)
         self._verifier.verify(folder, source)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tailrace.deployments.staging import pool_copy
+from tailrace.deployments.staging import pool_copy, verified
 from tailrace.deployments.staging.pool_copy import key_of, pull, put
 from tailrace.deployments.staging.slots import MemorySource, Slots, slot_of
 from tailrace.deployments.staging.stage import Stage
@@ -259,6 +259,27 @@ def test_weights_that_are_lost_under_way_leave_no_slot(store, here, there, gone)
     assert not slots.part.exists() and slots.held() == {} and not store.buffers and store.closed == 2
     store.lacks = set()
     assert pull(source, CONFIG, "app", here) == slot_of(source, here), "nothing of the first try is in the way"
+
+
+def test_a_copy_with_a_wrong_byte_is_no_slot_and_is_pulled_again(store, here, there):
+    """It became a slot: every later load found it there, and failed."""
+    source = published(store, there)
+    key = key_of(source, "large")
+    right = store.values[key]
+    store.values[key] = bytes([right[0] ^ 1]) + right[1:]
+    with pytest.raises(ValueError, match=f"^weights {source}: tensor large has another checksum than when it was"):
+        pull(source, CONFIG, "app", here)
+    slots = Slots("app-0", here)
+    assert not slots.part.exists() and slots.held() == {}
+    store.values[key] = right
+    assert pull(source, CONFIG, "app", here) == slot_of(source, here)
+
+
+def test_a_pulled_copy_is_read_once_by_the_replica_that_verifies_it(store, here, there, monkeypatch):
+    source, verifier = published(store, there), Verifier()
+    folder = pull(source, CONFIG, "app", here, verifier)
+    monkeypatch.setattr(verified, "_checksums", None)
+    verifier.verify(folder, source)
 
 
 def test_a_part_that_is_gone_hides_no_reason(store, here, there):

@@ -285,7 +285,7 @@ def test_a_source_in_memory_is_text_with_its_prefix():
 def test_weights_are_fetched_from_the_pool_where_the_node_lacks_them_and_verified_always(monkeypatch, tmp_path, here):
     source, pulled, seen = MemorySource("app-1", 7, "0" * 16), [], []
     pool_copy = ModuleType("tailrace.deployments.staging.pool_copy")
-    pool_copy.pull = lambda *given: pulled.append(given) or tmp_path / "pulled"
+    pool_copy.pull = lambda *given, verifier: pulled.append(given) or tmp_path / "pulled"
     monkeypatch.setattr(WeightsMemory, "own_slots", lambda self: pulled.append("they end with the application"))
     monkeypatch.setitem(sys.modules, pool_copy.__name__, pool_copy)
     monkeypatch.setattr(weights_memory, "slot_of", lambda source: tmp_path / "slot" if here else None)
