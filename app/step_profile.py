@@ -1,7 +1,7 @@
 """The cost of a step of the configured engine: by chunks, draft tokens and context, and by prompt tokens.
 
 One engine in a separate process, without service or pool. Wrong drafts are verified, so that every step of a point
-computes the same number of tokens; the median step counts. Called by `tailrace profile`.
+computes the same number of tokens; the median step in which all chunks decode counts. Called by `tailrace profile`.
 """
 
 import os
@@ -48,8 +48,12 @@ def measure(config: EngineConfig, say: Callable[[str], None], drafts: Sequence[i
             steps = []
             for chunks, draft, context in points(*limits, drafts):
                 took_ms = process.submit(_step_ms, chunks, draft, context).result()
+                point = f"{chunks} chunks x {1 + draft} tokens, context {context}"
+                if took_ms is None:
+                    say(f"{point}: left out, the first ones end before all decode")
+                    continue
                 steps.append({"chunks": chunks, "draft_tokens": draft, "context_tokens": context, "step_ms": took_ms})
-                say(f"{chunks} chunks x {1 + draft} tokens, context {context}: {took_ms} ms")
+                say(f"{point}: {took_ms} ms")
             prompts = [tokens for tokens in PROMPTS if tokens < limits[1]]
             prefill = {tokens: process.submit(_prefill_ms, tokens).result() for tokens in prompts}
         except BrokenProcessPool:
@@ -107,28 +111,37 @@ def _limits() -> tuple[int, int]:
     return stats.max_running, stats.max_model_len
 
 
-def _step_ms(chunks: int, drafts: int, context: int) -> float:
+def _step_ms(chunks: int, drafts: int, context: int) -> float | None:
+    """Returns the median milliseconds of the steps in which all chunks decode, or None if there are none."""
     from tailrace.deployments.engine.warmup import WRONG
 
-    took_ms = _run(chunks, context, STEPS + 1, [WRONG] * drafts)
-    return round(median(took_ms[-STEPS:]), 3)
+    steps = _run(chunks, context, STEPS + 1, [WRONG] * drafts)
+    took_ms = [step_ms for step_ms, decoding in steps if decoding == chunks]
+    return round(median(took_ms), 3) if took_ms else None
 
 
 def _prefill_ms(tokens: int) -> float:
-    return round(min(_run(1, tokens, 1, [])[0] for _ in range(3)), 3)
+    """Returns milliseconds of a prompt's steps until its first token, of the fastest of three runs."""
+    return round(min(sum(step_ms for step_ms, _ in _run(1, tokens, 1, [])) for _ in range(3)), 3)
 
 
-def _run(chunks: int, context: int, max_tokens: int, draft: list[int]) -> list[float]:
-    """Returns milliseconds of every step until all of these chunks have ended; nothing is cached from before."""
+def _run(chunks: int, context: int, max_tokens: int, draft: list[int]) -> list[tuple[float, int]]:
+    """Returns every step until all of these chunks have ended: its milliseconds, and the number of chunks that had a
+    token before it. Nothing is cached from before.
+    """
     from tailrace.deployments.engine.warmup import chunk_of
 
     _stepper.reset_cache()
-    for number in range(chunks):
-        _stepper.add(chunk_of(f"profile-{number}", context, max_tokens, first_token=number), time.monotonic())
-    took_ms = []
-    while _stepper.busy:
+    names = [f"profile-{number}" for number in range(chunks)]
+    for number, name in enumerate(names):
+        _stepper.add(chunk_of(name, context, max_tokens, first_token=number), time.monotonic())
+    steps, ended = [], 0
+    while ended < chunks:
+        decoding = sum(len(_stepper.peek(name)) > 0 for name in names)
         began_s = time.perf_counter()
-        _stepper.step()
-        took_ms.append((time.perf_counter() - began_s) * 1e3)
+        ended += len(_stepper.step())
+        steps.append(((time.perf_counter() - began_s) * 1e3, decoding))
         _stepper.draft_for_all(draft)
-    return took_ms
+    while _stepper.busy:
+        _stepper.step()
+    return steps

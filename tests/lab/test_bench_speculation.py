@@ -1,7 +1,10 @@
 """What the benchmarks of drafts and of steps make of their observations."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from tailrace.app import step_profile
 from tailrace.app.errors import BadInput
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
@@ -84,6 +87,57 @@ def test_points_stay_within_what_the_engine_runs():
         assert all(chunks <= max_running and context < max_context for chunks, _, context in grid)
         assert all(chunks * (1 + drafts) <= MOST_TOKENS for chunks, drafts, _ in grid)
         assert len(set(grid)) == len(grid) and (1, 0, 32) in grid
+
+
+class SlowPrompts:
+    """In the place of a Stepper whose steps compute at most 512 tokens: a step takes 1 ms, and 1 ms per 512 of them."""
+
+    def __init__(self, monkeypatch):
+        self.left, self.made, self.limits, self.now_s, self.drafts = {}, {}, {}, 0.0, []
+        monkeypatch.setattr(step_profile, "_stepper", self)
+        clock = SimpleNamespace(perf_counter=lambda: self.now_s, monotonic=lambda: self.now_s)
+        monkeypatch.setattr(step_profile, "time", clock)
+
+    busy = False
+
+    def reset_cache(self):
+        self.left, self.made = {}, {}
+
+    def add(self, chunk, submitted_s):
+        name = chunk.chunk_id
+        self.left[name], self.made[name], self.limits[name] = chunk.prompt_tokens, [], chunk.max_tokens
+
+    def peek(self, name):
+        return self.made.get(name, [])
+
+    def draft_for_all(self, draft):
+        self.drafts.append(draft)
+
+    def step(self):
+        room = 512
+        for name in self.made:
+            count = min(room, self.left[name] or 1)
+            room -= count
+            self.left[name] = max(0, self.left[name] - count)
+            self.made[name] += [1] * (count > 0 and not self.left[name])
+        self.now_s += (1 + (512 - room) / 512) / 1e3
+        ended = [name for name in self.made if len(self.made[name]) == self.limits[name]]
+        return [(name, self.made.pop(name)) for name in ended]
+
+
+def test_a_prompt_of_several_steps_takes_all_of_them(monkeypatch):
+    """Only its first step counted: 1024 tokens were as fast as 512."""
+    SlowPrompts(monkeypatch)
+    assert step_profile._prefill_ms(512) == 2.0 and step_profile._prefill_ms(1024) == 4.0
+
+
+def test_only_steps_in_which_all_chunks_decode_count(monkeypatch):
+    """The median was of steps that computed other chunks' prompts."""
+    stepper = SlowPrompts(monkeypatch)
+    assert step_profile._step_ms(1, 0, 2048) == round(1 + 1 / 512, 3)
+    assert step_profile._step_ms(2, 0, 2048) == round(1 + 2 / 512, 3)
+    assert step_profile._step_ms(4, 0, 2048) is None, "the first chunk has ended before the last one's first token"
+    assert stepper.drafts[-1] == [] and not stepper.made
 
 
 def test_the_fit_finds_the_line_behind_the_points():
