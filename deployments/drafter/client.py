@@ -2,9 +2,10 @@
 
 Invariant: only received tokens are proposed. Only a coupled sample waits for its drafter, for a bounded time. A guess
 counts only as far as it agrees with the sample's current tokens, so an overtaken guess is harmless. A sample has one
-line to its drafter over all its chunks on this engine (`lines.py`); a line without any guess in time is given back. The
-line goes to the drafter that ranks first for the sample's name, hence to the same one from every engine. If a drafter
-leaves, only its samples move. Owned by `EngineDrafts`, on the engine's thread; `meet` is called from another.
+line to its drafter over all its chunks on this engine (`lines.py`); a line without any guess in time, or that its
+drafter refuses, is given back. The line goes to the drafter that ranks first for the sample's name, hence to the same
+one from every engine. If a drafter leaves, only its samples move. Owned by `EngineDrafts`, on the engine's thread;
+`meet` is called from another.
 """
 
 import time
@@ -138,9 +139,9 @@ class Drafters:
         """Returns counters since the start, and current sizes.
 
         Since the start: lines opened, resumed by another chunk, joined by their drafter, and given back because it
-        never joined (`model_opened`, `model_resumed`, `model_joined`, `model_given_back`); guesses received, overtaken
-        guesses, waits given up (`model_guesses`, `model_overtaken`, `model_late`). Now: drafters; lines, and those of
-        them not joined yet (`model_lines`, `model_unjoined`) or without a chunk (`model_kept`).
+        never joined or refuses (`model_opened`, `model_resumed`, `model_joined`, `model_given_back`); guesses
+        received, overtaken guesses, waits given up (`model_guesses`, `model_overtaken`, `model_late`). Now: drafters;
+        lines, and those of them not joined yet (`model_lines`, `model_unjoined`) or without a chunk (`model_kept`).
         """
         lines = self._named.values()
         now = {"drafters": len(self._sockets), "model_lines": len(lines), "model_kept": len(self._kept)}
@@ -180,7 +181,7 @@ class Drafters:
         sample = "{}#{}".format(*line.sample)
         drafters = self._sockets if line.mode.window else ()
         line.address, line.guess = max(drafters, key=lambda a: rank(sample, a), default=None), []
-        line.silent, line.since_s, line.patience_s = False, self._clock(), self._config.patience_s
+        line.silent, line.reopened, line.since_s, line.patience_s = False, False, self._clock(), self._config.patience_s
         line.late, line.alone, line.joined, line.given_back, line.reported = 0, 0, False, False, (0, 0)
         if line.address is None:
             return
@@ -215,7 +216,7 @@ class Drafters:
         line.address, line.guess = None, []
 
     def _give_back(self, line: Line) -> None:
-        """Frees the drafter, which never joined, for other samples; this one continues without drafts."""
+        """Frees the drafter, which never joined or refuses this sample, for others; it continues without drafts."""
         self._leave(line)
         line.given_back = True
         self._counts["model_given_back"] += 1
@@ -267,8 +268,11 @@ class Drafters:
         line = self._named.get(message.name)
         if line is None or line.address != address:
             return
-        if isinstance(message, Unknown):
+        if isinstance(message, Unknown) and line.reopened and not line.joined:
+            self._give_back(line)  # it is refused: it would be opened again after every step
+        elif isinstance(message, Unknown):
             self._assign(line)
+            line.reopened = True
         elif isinstance(message, Guess) and message.start <= len(line.tokens):
             joined = line.joined
             in_time = line.hear(message, self._config.patience_s, self._clock())

@@ -51,6 +51,7 @@ class Line:
     late: int = 0  # consecutive waits without a draft
     alone: int = 0  # consecutive verifications without a guess
     joined: bool = False  # its drafter has sent a guess in time
+    reopened: bool = False  # opened because its drafter did not know it
     given_back: bool = False  # no drafter drafts for it until the drafters change
     right: float = 0.0  # draft tokens of `tested`, faded
     tested: float = 0.0  # draft tokens, verified or overtaken, faded

@@ -179,6 +179,30 @@ def test_a_drafter_that_was_born_again_is_told_everything(line):
     assert not drafters.waits("c")
 
 
+def test_a_sample_that_its_drafter_refuses_is_given_back(line):
+    """It was opened again after every step, with its whole context."""
+    drafters, other, chunk = line
+    drafters.meet([other.address])
+    drafters.exchange()
+    drafters.open(chunk, None)
+    (wish,) = other.hear()
+    other.say(Unknown(wish.name))
+    until(drafters, lambda: drafters.counts()["model_opened"] == 2)
+    drafters.exchange()
+    (again,) = other.hear()
+    other.say(Guess(again.name, 10, [1, 2], 0, 0), Unknown(again.name))
+    until(drafters, lambda: drafters.counts()["model_opened"] == 3)
+    drafters.exchange()
+    (third,) = other.hear()
+    other.say(Unknown(third.name))
+    until(drafters, lambda: drafters.counts().get("model_given_back") or drafters.counts()["model_opened"] == 4)
+    drafters.made("c", [1])
+    drafters.exchange()
+    assert other.hear() == [Stop(third.name)] and not drafters.waits("c")
+    counts = drafters.counts()
+    assert (counts["model_opened"], counts["model_lines"], counts["model_given_back"]) == (3, 0, 1)
+
+
 def test_noise_is_the_samples_own_unless_measured_without():
     context = zmq.Context()
     keys = []
