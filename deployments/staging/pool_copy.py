@@ -5,6 +5,7 @@ copy becomes a slot of its node only when it is whole and verified. Called by th
 by replicas, which pull.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -31,18 +32,24 @@ PIECE_BYTES = 16 << 20
 """Maximum size of a value in the pool: a larger tensor has several, numbered."""
 
 
+class Evicted(ValueError):
+    """The pool has the list of these weights, and lacks a value. The text is one line."""
+
+
 def key_of(source: MemorySource, name: str, piece: int = 0) -> str:
     return f"weights/{source.version}/{name}" + (f"#{piece}" if piece else "")
 
 
 def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
-    """Puts the weights in `folder` into the pool. Raises ValueError, one line, if the pool has no room."""
+    """Puts the weights in `folder` into the pool, unless it has all of them. Raises ValueError, one line, if the pool
+    has no room.
+    """
     store = _client(endpoint)
     try:
-        if _known_files(store, source) is not None:
-            return
-        store.remove_by_regex(f"^weights/{source.version}/", force=True)  # remains of a stage that was not committed
         files = sorted(folder.glob("*.safetensors"))
+        if _known_files(store, source) is not None and _has_all(store, source, files):
+            return
+        store.remove_by_regex(f"^weights/{source.version}/", force=True)  # of a stage not committed, or some evicted
         for path in files:
             header, begin = read_header(path)
             with _mapped(path, path.stat().st_size, write=False) as (address, view):
@@ -80,7 +87,11 @@ def pull(
         try:
             if _known_files(store, source) is None:
                 _ask_keepers(source, pool)
-            return _pulled(store, source, slots, verifier or Verifier())
+            verifier = verifier or Verifier()
+            with contextlib.suppress(Evicted):
+                return _pulled(store, source, slots, verifier)
+            _ask_keepers(source, pool)  # they put all of them again
+            return _pulled(store, source, slots, verifier)
         finally:
             store.close()
     except (PoolDown, OSError, KeyError) as error:
@@ -139,7 +150,7 @@ def _pulled(store, source: MemorySource, slots: Slots, verifier: Verifier) -> Pa
 def _pull_file(store, source: MemorySource, path: Path) -> None:
     block = store.get(key_of(source, path.name))
     if not block:
-        raise ValueError(f"weights {source}: {path.name} is not in the pool any more; send them again")
+        raise Evicted(f"weights {source}: {path.name} is not in the pool any more; send them again")
     path.write_bytes(block)
     path.chmod(0o600)
     header, begin = read_header(path)
@@ -154,7 +165,7 @@ def _pull_file(store, source: MemorySource, path: Path) -> None:
         try:
             for name, start, count, piece in _pieces(header, begin):
                 if store.get_into(key_of(source, name, piece), address + start, count) != count:
-                    raise ValueError(f"weights {source}: tensor {name} is not in the pool any more; send them again")
+                    raise Evicted(f"weights {source}: tensor {name} is not in the pool any more; send them again")
         finally:
             store.unregister_buffer(address)
 
@@ -176,6 +187,14 @@ def _known_files(store, source: MemorySource) -> list[str] | None:
         return None
     digest, *files = store.get(key).decode().split("\n")
     return files if digest == source.digest else None
+
+
+def _has_all(store, source: MemorySource, files: list[Path]) -> bool:
+    """Returns whether the pool has every value of these files."""
+    keys = [key_of(source, path.name) for path in files]
+    for header, begin in map(read_header, files):
+        keys += [key_of(source, name, piece) for name, _, _, piece in _pieces(header, begin)]
+    return all(store.is_exist(key) == 1 for key in keys)
 
 
 def _check(source: MemorySource, name: str, code: int) -> None:

@@ -252,13 +252,28 @@ def test_a_slot_that_is_here_is_not_pulled_and_an_older_one_makes_room(store, he
 @pytest.mark.parametrize("gone", ["large#2", "model-00000.safetensors", "model.a/b"])
 def test_weights_that_are_lost_under_way_leave_no_slot(store, here, there, gone):
     source = published(store, there)
-    store.lacks = {f"weights/7/{gone}"}
+    store.lacks, store.keepers = {f"weights/7/{gone}"}, [Keeper(True)]
     with pytest.raises(ValueError, match=f"^weights {source}: .*is not in the pool any more; send them again"):
         pull(source, CONFIG, "app", here)
     slots = Slots("app-0", here)
     assert not slots.part.exists() and slots.held() == {} and not store.buffers and store.closed == 2
     store.lacks = set()
     assert pull(source, CONFIG, "app", here) == slot_of(source, here), "nothing of the first try is in the way"
+
+
+@pytest.mark.parametrize("gone", ["large#2", "model-00000.safetensors", "model.a/b"])
+def test_a_value_that_was_evicted_is_put_again_by_a_keeper(store, here, there, gone):
+    """While the list of the weights remained, no keeper was asked: no load succeeded until a higher version."""
+    source = published(store, there)
+    del store.values[f"weights/7/{gone}"]
+
+    def put_now() -> bool:
+        put(source, slot_of(source, there), ENDPOINT)
+        return True
+
+    store.keepers = [Keeper(False), Keeper(put_now)]
+    assert pull(source, CONFIG, "app", here) == slot_of(source, here)
+    assert [len(keeper.asked) for keeper in store.keepers] == [1, 1] and f"weights/7/{gone}" in store.values
 
 
 def test_a_copy_with_a_wrong_byte_is_no_slot_and_is_pulled_again(store, here, there):
@@ -284,6 +299,7 @@ def test_a_pulled_copy_is_read_once_by_the_replica_that_verifies_it(store, here,
 
 def test_a_part_that_is_gone_hides_no_reason(store, here, there):
     source = published(store, there)
+    store.keepers = [Keeper(True)]
     get_into = store.get_into
 
     def lost(key, address, size):
