@@ -32,7 +32,7 @@ class Sleep:
     ):
         self._loop, self._engines, self._registry = loop, engines, registry
         self._weights, self._admission = weights, admission
-        self._asking: set[str] = set()  # replicas that are being put to sleep
+        self._asking: set[str] = set()  # replicas that are being put to sleep, or whose KV is being woken
         self._kv_asleep = False
         self._decided = False  # True once a call has decided whether the service sleeps
         self.problem: str | None = None  # the error of a replica that did not fall asleep
@@ -112,8 +112,14 @@ class Sleep:
 
     async def _wake_kv(self, replica_id: str) -> None:
         """Wakes the KV of a replica that an earlier coordinator put to sleep."""
-        with suppress(Exception):  # it is asked again at the next report
-            await self._engines.ask(replica_id, WakeKv())
+        if replica_id in self._asking:
+            return
+        self._asking.add(replica_id)
+        try:
+            with suppress(Exception):  # it is asked again at the next report
+                await self._engines.ask(replica_id, WakeKv())
+        finally:
+            self._asking.discard(replica_id)
 
     async def _put_to_sleep(self, replica_id: str) -> None:
         if replica_id in self._asking:

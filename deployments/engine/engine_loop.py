@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tailrace.deployments.engine.engine_steps import Steps
-from tailrace.deployments.messages.chunk import WEIGHTS, ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.command import (
     CheckWeights,
     Command,
@@ -250,10 +250,7 @@ class EngineLoop:
             case FallAsleep():
                 return self._sleep()
             case WakeKv():
-                stepper.weights.wake_kv()
-                stepper.weights.score(stepper)
-                self._stats = stepper.stats()
-                return None
+                return self._wake()
             case CheckWeights(source):
                 return stepper.weights.refusal(source)
             case ReadWeights():
@@ -290,6 +287,12 @@ class EngineLoop:
             raise ValueError("an engine cannot sleep while chunks run")
         self._stepper.weights.fall_asleep()
         self._stats = self._stepper.stats()
+
+    def _wake(self) -> None:
+        if KV_CACHE in self._stats.asleep:  # else chunks may run, and a score would drop their results
+            self._stepper.weights.wake_kv()
+            self._stepper.weights.score(self._stepper)
+            self._stats = self._stepper.stats()
 
     def _stop(self, reason: str) -> None:
         with self._lock:

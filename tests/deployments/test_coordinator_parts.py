@@ -9,10 +9,11 @@ from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
 from tailrace.deployments.coordinator.loop import Loop
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
+from tailrace.deployments.coordinator.sleep import Sleep
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights_check import weights_check
-from tailrace.deployments.messages.chunk import WeightsRead
-from tailrace.deployments.messages.command import ForgetAdapter, LoadAdapter, NameAdapter
+from tailrace.deployments.messages.chunk import KV_CACHE, WeightsRead
+from tailrace.deployments.messages.command import ForgetAdapter, LoadAdapter, NameAdapter, WakeKv
 from tailrace.deployments.messages.errors import ChunkError
 from tailrace.deployments.messages.rollout import Rejected, SamplingParams
 from tailrace.policies.protocol.actions import SetReplicas
@@ -38,6 +39,37 @@ class Replicas:
     async def digests(self, command):
         self.asked.append(command)
         return set(self.answers.values())
+
+
+# ---- sleep ---------------------------------------------------------------------------------------------
+
+
+def test_kv_is_woken_by_one_call_at_a_time_and_again_after_an_error():
+    async def story():
+        asked, answer = [], asyncio.Event()
+
+        async def ask(name, command):
+            asked.append((name, command))
+            await answer.wait()
+            raise ChunkError("no memory")
+
+        sleep = Sleep(None, SimpleNamespace(ask=ask), None, SimpleNamespace(asleep=False), None)
+        reports = [SimpleNamespace(replica_id="a", asleep=(KV_CACHE,)), SimpleNamespace(replica_id="b", asleep=())]
+
+        def look():
+            return [asyncio.ensure_future(call) for call in sleep.look(reports, first=False)]
+
+        calls = look()
+        await asyncio.sleep(0)
+        calls += look()  # the report is from before the first call's end
+        await asyncio.sleep(0)
+        assert asked == [("a", WakeKv())]
+        answer.set()
+        await asyncio.gather(*calls)
+        await asyncio.gather(*look())
+        assert asked == [("a", WakeKv())] * 2
+
+    asyncio.run(story())
 
 
 # ---- the loop ------------------------------------------------------------------------------------------

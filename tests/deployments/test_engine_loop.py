@@ -456,6 +456,20 @@ def test_a_sleep_waits_for_chunks_and_the_weights_come_back_by_a_load_of_the_sam
     assert loop.stats().asleep == (WEIGHTS,), "the script's"
 
 
+def test_an_engine_whose_kv_is_awake_is_not_scored_again_and_loses_no_answer(loop, script):
+    script.score = lambda steps: script.step() and script.scored.append("score")  # it drops results, as a score does
+    script.wake_kv = lambda: setattr(script, "asleep", ())
+    script.asleep = (KV_CACHE,)
+    loop.turn(0.0)
+    first, second, answer = loop.ask(WakeKv()), loop.ask(WakeKv()), submit(loop, "a")
+    loop.ask(WakeKv())
+    loop.turn(0.0)
+    assert first.done() and second.done() and answer == ["result of a"], "a later one came while the chunk ran"
+    loaded = loop.ask(LoadWeights(1, "w1"))
+    loop.turn(0.0)
+    assert loaded.done(), "no chunk is in flight"
+
+
 def test_a_refused_sleep_goes_to_its_caller_and_a_broken_one_ends_the_engine(loop, script):
     script.on_sleep = ValueError("its folder has changed")
     refused = loop.ask(FallAsleep())
