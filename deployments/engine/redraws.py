@@ -70,14 +70,15 @@ class Redraws:
             running.routes = running.routes if found[0] is None else found[0]
 
     def settle(self, running: EngineChunk, token_ids: list[int], reason: str | None, outputs: list):
-        """Returns (token ids, reason of the end or None) of a chunk's step, with its last token drawn again if it was
-        close.
+        """Returns (token ids, reason of the end or None, whether a stop text ends them) of a chunk's step, up to a stop
+        text, with its last token drawn again if it was close.
 
         `reason`: vLLM's reason of this step. Outputs of other requests, if any, are appended to `outputs`.
         """
+        token_ids, stopped = running.until_stop(token_ids, self._requests.decode)
         start = len(running.chunk.token_ids) + len(running.token_ids)
         if not token_ids or self._closed.get(running.request_id) != start + len(token_ids) - 1:
-            return token_ids, reason
+            return token_ids, reason, stopped  # the close call may be a token after the stop text
         began_s = time.perf_counter()
         context = np.concatenate([running.context(), np.array(token_ids[:-1], np.int32)])
         token, stops, record = self.draw(running.chunk, context, outputs)
@@ -85,13 +86,13 @@ class Redraws:
         self.counts["redraws"] += 1
         if token != token_ids[-1]:
             self.counts["redraws_changed"] += 1
-            token_ids = [*token_ids[:-1], token]
+            token_ids, stopped = running.until_stop([*token_ids[:-1], token], self._requests.decode)
             left = running.chunk.max_tokens - len(running.token_ids) - len(token_ids)
             left = min(left, self._max_model_len - len(context) - 1)
             ended, reason = reason is not None, "stop" if stops else None if left else "length"
             self._change(running, np.append(context, np.int32(token)), ended, left if reason is None else 0)
         self.counts["redraw_us"] += int((time.perf_counter() - began_s) * 1e6)
-        return token_ids, reason
+        return token_ids, reason, stopped
 
     def draw(self, chunk: ChunkRequest, context: np.ndarray, outputs: list) -> tuple[int, bool, DrawRecord]:
         """Returns the canonical token after `context`, whether it is a stop token, and its record.

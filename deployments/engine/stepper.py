@@ -261,9 +261,8 @@ class Stepper:
         return made, tokens
 
     def _cut(self, running: EngineChunk, output: StepOutput, outputs: list) -> tuple[list[int], str | None]:
-        """Returns the tokens of an output, the last one redrawn if close, up to a stop text; and the reason to end."""
-        token_ids, reason = self._redraws.settle(running, output.token_ids, output.reason, outputs)
-        token_ids, stopped = running.until_stop(token_ids, self._requests.decode)
+        """Returns the tokens of an output up to a stop text, the last one redrawn if close; and the reason to end."""
+        token_ids, reason, stopped = self._redraws.settle(running, output.token_ids, output.reason, outputs)
         if stopped and reason is None:
             self._redraws.read_routes(running)
             self._leave(running, keep_kv=running.keeps_kv)

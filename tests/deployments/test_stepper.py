@@ -445,6 +445,30 @@ def test_a_token_that_changes_may_end_the_chunk(engine, drawn_reason, max_tokens
     assert len(engine.requests) == 2 and one._requests.aborted == ([first] if is_aborted else [])
 
 
+def test_a_close_call_after_a_stop_text_is_not_drawn_again(engine):
+    one = made(redraw=True)
+    one.add(chunk("a", sampling=SamplingParams(stop=("END",))), 1.0)
+    first = one._running["a"].request_id
+    closing(engine, one, 13)
+    ((_, result),) = run(one, engine, [out("a", *letters("END!"))])
+    assert (text_of(result.token_ids), result.end, len(result.logprobs)) == ("END", ChunkEnd.STOP, 3)
+    assert len(engine.requests) == 1 and one._requests.aborted == [first]
+    assert engine.named("take_record")[-1] == (first, 10, 3)
+
+
+@pytest.mark.parametrize(
+    ("made_text", "drawn", "whole", "is_end"),
+    [("END", "D", "END", True), ("ENX", "D", "END", True), ("END", "X", "ENX", False)],
+)
+def test_the_token_that_is_drawn_again_decides_whether_a_stop_text_is_complete(engine, made_text, drawn, whole, is_end):
+    one = made(redraw=True)
+    one.add(chunk("a", sampling=SamplingParams(stop=("END",))), 1.0)
+    closing(engine, one, 12)
+    ended = run(one, engine, [out("a", *letters(made_text))], [redrawn(engine, one, *letters(drawn))])
+    assert [(text_of(result.token_ids), result.end) for _, result in ended] == [(whole, ChunkEnd.STOP)] * is_end
+    assert one.busy is not is_end and text_of(one.peek("a")) == ("" if is_end else whole)
+
+
 def test_a_stop_that_is_drawn_otherwise_is_none_and_the_chunk_goes_on(engine):
     one = made(redraw=True)
     one.add(chunk("a", max_tokens=6), 1.0)
