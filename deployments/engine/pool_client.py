@@ -24,7 +24,7 @@ class PoolClient:
     def __init__(self, engine, save_deadline_s: float, performance: PerformanceEstimator):
         self._connector: PoolConnector = engine.engine_core.engine_core.scheduler.connector
         self._engine, self._save_deadline_s, self._performance = engine, save_deadline_s, performance
-        self._saving: dict[str, tuple[str, float]] = {}  # by chunk id: its request, and the time of its end
+        self._saving: dict[str, tuple[str, float]] = {}  # by request: its chunk's id, and the time of its end
         self._counts: Counter[str] = Counter()
         self._waits = Counts()
         layouts = engine.collective_rpc(layout)
@@ -59,22 +59,21 @@ class PoolClient:
 
     def save(self, chunk_id: str, request_id: str) -> None:
         """Follows the saves of a chunk that has ended."""
-        self._saving[chunk_id] = request_id, time.monotonic()
+        self._saving[request_id] = chunk_id, time.monotonic()
 
     def forget(self, request_id: str) -> None:
-        """Drops the connector's record of a failed request, which has no result."""
-        self._connector.take(request_id)
+        """Drops the connector's record of a failed request. That of an ended chunk stays until `fields`."""
+        if request_id not in self._saving:
+            self._connector.take(request_id)
 
     def saved(self) -> list[str]:
         """Returns the chunks whose saves have ended or are late."""
         now_s, saved = time.monotonic(), []
-        for chunk_id, (request_id, since_s) in self._saving.items():
+        for request_id, (_, since_s) in self._saving.items():
             if now_s - since_s > self._save_deadline_s or self._connector.settled(request_id):
                 self._waits.took("hold", now_s - since_s)
-                saved.append(chunk_id)
-        for chunk_id in saved:
-            del self._saving[chunk_id]
-        return saved
+                saved.append(request_id)
+        return [self._saving.pop(request_id)[0] for request_id in saved]
 
     @property
     def scheduled(self) -> tuple[int, int]:

@@ -170,8 +170,20 @@ def test_a_chunk_is_named_once_when_its_saves_have_ended_or_are_late_and_not_bef
     assert setting.connector.taken == ["b", "a", "c"]
     counts = client.counts()
     assert counts["save_late"] == 2 and counts["hold_ms.512"] == 1 and counts["hold_ms.2048"] == 2
-    client.forget("d")
-    assert setting.connector.taken[-1] == "d"
+    setting.connector.traffic["e"] = traffic()
+    client.forget("e")
+    assert setting.connector.taken[-1] == "e"
+
+
+def test_a_step_that_raises_does_not_drop_the_record_of_an_ended_chunk_that_is_not_answered_yet(setting):
+    """Aborted during its pull, it has a request in vLLM until the load returns, which `Recovery` forgets."""
+    setting.connector.traffic["r"] = traffic("tail", pulled=4)
+    setting.client.save("chunk", "r")
+    setting.client.forget("r")
+    setting.connector.settled_ids = {"r"}
+    assert setting.client.saved() == ["chunk"]
+    assert setting.client.fields("r", chunk_of(), result_of())["pulled_tokens"] == 4
+    assert setting.connector.taken == ["r"]
 
 
 @pytest.mark.parametrize(
