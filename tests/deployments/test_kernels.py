@@ -1,6 +1,7 @@
 """Both kernels against a float64 reference written for clarity, and the laws of `sample_rows`."""
 
 from collections import namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch_kernel
 
 from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu
+from tailrace.deployments.vllm_exact.shared_noise import draft_on_host
 
 KERNELS = {
     "cpu": kernel_cpu.sample_rows,
@@ -174,6 +176,18 @@ def test_a_forced_token_outside_the_filters_is_scored_without_them(kernel):
 def test_a_forced_token_beyond_the_vocabulary_is_refused(kernel):
     with pytest.raises(ValueError, match="forced token 3 is outside the vocabulary of 3"):
         KERNELS[kernel](*rows([[1.0, 2.0, 3.0]], forced=3))
+
+
+def test_a_replay_inside_its_prompt_has_no_given_draft_yet():
+    """vLLM drafts after each piece of a prompt that is longer than a step."""
+    replay = {"prompt_tokens": 10, "forced": [2, 1], "eos": 0}
+    given = rows([[1.0, 2.0, 3.0, 9.0]] * 5, temperature=0.0)
+    columns = {name: getattr(given, name) for name in KINDS if name not in ("positions", "forced")}
+    batch = SimpleNamespace(slots=np.arange(5), replays=dict.fromkeys(range(4), replay), columns={})
+    batch.columns = {"key" if name == "keys" else name: values for name, values in columns.items()}
+    sampler, places = SimpleNamespace(batch=lambda count: batch), torch.tensor([4, 9, 10, 12, 4])
+    drafts = draft_on_host(sampler, kernel_cpu.sample_rows, torch.from_numpy(given.logits), places)
+    assert drafts.tolist() == [3, 3, 2, 0, 3]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
