@@ -69,14 +69,18 @@ class PoolAdmin:
         (count,) = await self._call(lambda client: _reached([client.remove_by_regex(regex, force=False)]))
         return max(0, count)
 
-    async def move(self, keys: list[str], segment: str) -> int:
-        """Starts to move keys to a segment. Returns the number of moves, without keys that are there already or only on
-        SSD.
+    async def move(self, keys: list[str], segment: str) -> list[str]:
+        """Starts to move keys to a segment. Returns the keys whose move began: not those that are there already, only
+        on SSD, or refused by the master.
 
         The stores do it within about a second. The old copy's bytes are free after RELEASE_S (kvpool/master.py).
         """
         names = {row["te_endpoint"]: row["segment_name"] for row in (await self._segments_detail())}
-        return await self._call(lambda client: _move(client, keys, segment, names)) if keys else 0
+        begun: list[str] = []
+        for first in range(0, len(keys), KEYS_A_CALL):
+            part = keys[first : first + KEYS_A_CALL]
+            begun += await self._call(lambda client, part=part: _move(client, part, segment, names))
+        return begun
 
     async def keys_at(self, segment: str) -> dict[str, int]:
         """Returns the keys whose only copy in memory is in a segment, with their bytes; reads every key of the pool."""
@@ -166,8 +170,8 @@ def _family(line: str) -> str:
     return line.partition("{")[0].partition(" ")[0].removesuffix("_total")
 
 
-def _move(client: Any, keys: list[str], segment: str, names: dict[str, str]) -> int:
-    begun = 0
+def _move(client: Any, keys: list[str], segment: str, names: dict[str, str]) -> list[str]:
+    begun = []
     for key, copies in client.batch_get_replica_desc(keys).items():
         ends = [
             copy.get_memory_descriptor().buffer_descriptor.transport_endpoint
@@ -177,7 +181,8 @@ def _move(client: Any, keys: list[str], segment: str, names: dict[str, str]) -> 
         sources = [names[end] for end in ends if end in names]
         if sources and segment not in sources:
             _, code = client.create_move_task(key, sources[0], segment)
-            begun += _reached([code]) == [0]
+            if _reached([code]) == [0]:
+                begun.append(key)
     return begun
 
 

@@ -72,8 +72,7 @@ class Departures:
                 asked &= keys.keys()
                 new = [key for key in keys if key not in asked]
                 for place, other in enumerate(others):
-                    asked.update(new[place :: len(others)])
-                    await self._up().move(new[place :: len(others)], other)
+                    asked.update(await self._up().move(new[place :: len(others)], other))
             except PoolDown:  # its keys are gone, or it is asked again
                 pass
             await asyncio.sleep(LOOK_S)

@@ -108,8 +108,8 @@ class KvMaster:
         """Removes all keys that match the expression, except those in use. Returns their number."""
         return await self._up().retire(regex)
 
-    async def move(self, keys: list[str], segment: str) -> int:
-        """Starts to move the DRAM copies of these keys to a segment. Returns the number of moves."""
+    async def move(self, keys: list[str], segment: str) -> list[str]:
+        """Starts to move the DRAM copies of these keys to a segment. Returns the keys whose move began."""
         return await self._up().move(keys, segment)
 
     async def status(self) -> PoolStatus:

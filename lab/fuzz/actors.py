@@ -64,9 +64,9 @@ class SimulatedMaster(Actor):
     def _remove(self, keys: list[str]) -> int:
         return sum(self.keys.pop(key, None) is not None for key in keys)
 
-    async def move(self, keys: list[str], segment: str) -> int:
+    async def move(self, keys: list[str], segment: str) -> list[str]:
         await self._meet()
-        return 0
+        return []
 
     async def keys_by_version(self) -> dict[int, int]:
         await self._meet()

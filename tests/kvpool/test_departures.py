@@ -31,12 +31,12 @@ class Pool:
     async def segments(self) -> dict[str, str]:
         return dict.fromkeys(self.places, "address")
 
-    async def move(self, keys: list[str], segment: str) -> int:
+    async def move(self, keys: list[str], segment: str) -> list[str]:
         for key in set(keys) - self.stuck:
             for place in self.places.values():
                 place.discard(key)
             self.places[segment].add(key)
-        return len(keys)
+        return keys
 
 
 def play(story, monkeypatch) -> None:
@@ -148,7 +148,7 @@ def test_keys_are_shared_out_to_the_stores_that_stay_and_asked_for_once(monkeypa
 
         async def move(keys, segment):
             asked.append((segment, keys))
-            return 0
+            return keys
 
         pool.move = move
         leaving = Departures(pool.up)
@@ -159,6 +159,26 @@ def test_keys_are_shared_out_to_the_stores_that_stay_and_asked_for_once(monkeypa
         of_a = [(segment, keys) for segment, keys in asked if keys and "6" not in keys]
         assert sorted(len(keys) for _, keys in of_a) == [2, 3] and {segment for segment, _ in of_a} == {"b", "c"}
         assert sorted(key for _, keys in of_a for key in keys) == ["1", "2", "3", "4", "5"]
+
+    play(work, monkeypatch)
+
+
+def test_keys_whose_move_failed_or_did_not_begin_are_asked_for_again(monkeypatch):
+    async def work():
+        pool, failures = Pool(a={"1", "2", "3"}, b=set(), c=set()), iter(["down", "refused", "refused"])
+        real = pool.move
+
+        async def move(keys, segment):
+            failure = next(failures, None)
+            if failure == "down":
+                raise PoolDown("away")
+            return [] if failure else await real(keys, segment)
+
+        pool.move = move
+        leaving = Departures(pool.up)
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert pool.places["b"] | pool.places["c"] == {"1", "2", "3"} and next(failures, None) is None
+        assert (leaving.counts["handed_keys"], leaving.counts["lost_keys"]) == (3, 0)
 
     play(work, monkeypatch)
 

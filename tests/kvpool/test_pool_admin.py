@@ -153,14 +153,25 @@ def test_a_call_that_finds_an_old_connection_closed_is_made_once_more():
 
 def test_keys_move_from_where_they_are_unless_they_lie_there_or_on_an_ssd_alone():
     async def story(admin):
-        assert await admin.move([], "b:1") == 0
-        assert await admin.move(list(client.places), "b:1") == 1
+        assert await admin.move([], "b:1") == []
+        assert await admin.move(list(client.places), "b:1") == ["1"], "the master refuses the other"
 
     client = Client()
     client.places = {"1": ["a:9"], "2": ["b:9"], "3": [None], "4": ["a:9", "b:9"], "5": ["c:9"], "6": [None, "a:9"]}
     client.codes = [0, -5]
     play(story, client)
     assert [call[1:] for call in client.calls if call[0] == "move"] == [("1", "a:1", "b:1"), ("6", "a:1", "b:1")]
+
+
+def test_many_keys_move_in_several_calls():
+    async def story(admin):
+        assert await admin.move(list(client.places), "b:1") == list(client.places)
+
+    client = Client()
+    client.places = {str(number): ["a:9"] for number in range(KEYS_A_CALL + 1)}
+    client.codes = [0] * len(client.places)
+    play(story, client)
+    assert [call for call in client.calls if call[0] == "desc"] == [("desc", KEYS_A_CALL), ("desc", 1)]
 
 
 def test_keys_of_a_segment_are_those_without_another_copy_in_memory():
