@@ -10,12 +10,14 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query, Request
 from pydantic import Field, field_validator
 
+from tailrace.app.calls.refused import accepted
 from tailrace.app.gateway.edge.fields import Listed, RequestBody
 from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.uploaded_ranks import UploadedRanks, uploads_of
 from tailrace.app.http.weights_answer import told
 from tailrace.deployments.coordinator.weights import MAX_VERSION
 from tailrace.deployments.messages.pieces import PublishPhase, RankPart, TensorForm, TensorPiece
+from tailrace.deployments.messages.roles import Role, refusal
 from tailrace.deployments.staging.safetensors_header import ITEM_BYTES
 
 Version = Annotated[int, Path(ge=1, le=MAX_VERSION)]
@@ -64,6 +66,11 @@ class RankFailed(RankNamed):
     reason: str
 
 
+def check_trainer(http: Request) -> None:
+    """Raises PermissionError for a caller below a trainer: the routes change ranks before the coordinator is asked."""
+    accepted(refusal(http.scope["role"], Role.TRAINER, "publish_weights"), "publish_weights")
+
+
 def add_publishing(app: FastAPI, service: GatewayService, max_body_bytes: int) -> None:
     """Adds the routes. `max_body_bytes`: see GatewayConfig; ranks are told."""
     ranks = UploadedRanks()
@@ -79,6 +86,7 @@ def add_publishing(app: FastAPI, service: GatewayService, max_body_bytes: int) -
         """Return the numbers of the pieces that this rank uploads, once all ranks have joined, the maximum bytes of a
         body, and whether deltas on the given base are taken.
         """
+        check_trainer(http)
         client = service.client(http.scope["role"])
         plan = await ranks.join(client, version, rank.rank, rank.part(), rank.base)
         return {"upload": plan.pieces, "max_body_bytes": max_body_bytes, "deltas": plan.deltas}
@@ -97,14 +105,16 @@ def add_publishing(app: FastAPI, service: GatewayService, max_body_bytes: int) -
         """Write the body's parts to their places in pieces, whose bytes come in order. A checksum is that of the whole
         piece. The parts before one that is refused are written.
         """
+        check_trainer(http)
         body = await http.body()
         for one in uploads_of(memoryview(body), number, checksum, begin, delta, size):
             await ranks.upload(version, rank, one)
         return {"written": number}
 
     @app.post("/weights/{version}/loaded")
-    async def loaded(version: Version, named: RankNamed):
+    async def loaded(version: Version, named: RankNamed, http: Request):
         """Return once the replicas hold the version."""
+        check_trainer(http)
         return told(await ranks.loaded(version, named.rank))
 
     @app.post("/weights/{version}/failed")

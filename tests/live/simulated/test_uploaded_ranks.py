@@ -30,6 +30,7 @@ from tailrace.deployments.coordinator.publications import Publications
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.staging.base_weights import BaseWeights
+from tailrace.deployments.staging.checksums import checksum as checksum_of
 from tailrace.deployments.staging.deltas import delta_of
 from tailrace.deployments.staging.slots import Slots, memory_source
 from tailrace.deployments.staging.stage import Stage, StageRefused
@@ -82,7 +83,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setattr(publishing_rank, "Slots", lambda service: Slots(service, tmp_path))
     monkeypatch.setattr(uploaded_ranks, "this_node", lambda: "here")
     tokens = tmp_path / "tokens"
-    tokens.write_text(f"trainer {'t' * 16}\n")
+    tokens.write_text("".join(f"{role} {role[0] * 16}\n" for role in Role))
     config = GatewayConfig(tokens_file=str(tokens), max_body_bytes=MAX_BODY_BYTES)
     client = BookClient(tmp_path)
     app = make_app(GatewayService(lambda role: client, config), config)
@@ -287,6 +288,30 @@ def test_a_rank_that_leaves_in_the_middle_of_a_body_is_an_error_of_its_own(site)
 
     asyncio.run(left())
     assert sent[0]["status"] == 400 and b"the connection ended before the whole body had come" in sent[1]["body"]
+
+
+@pytest.mark.parametrize("role", [Role.OBSERVER, Role.EVALUATOR])
+def test_a_caller_of_a_lower_role_reaches_no_rank_of_a_trainer(site, role):
+    """It was answered 200, and its checksum ended the piece: the rank's own bytes were dropped."""
+    trainer, other = (httpx.Client(base_url=site.address, auth=(one, one[0] * 16)) for one in (Role.TRAINER, role))
+    data = np.arange(4, dtype=np.float32).tobytes()
+    checksum = checksum_of("a", "F32", [4], memoryview(data))
+    join = {"rank": 0, "world_size": 1, "pieces": [["a", "F32", [4], [0], [4]]]}
+    assert trainer.post("/weights/5/join", json=join).status_code == 200
+    pieces = "/weights/5/pieces?rank=0&number=0&checksum="
+    for path, given in (
+        ("/weights/5/join", {"json": join}),
+        (pieces + "x", {"content": bytes(16)}),
+        ("/weights/5/loaded", {"json": {"rank": 0}}),
+    ):
+        answer = other.post(path, **given)
+        reason = f"publish_weights needs role trainer, and this client is {role}"
+        assert answer.status_code == 403 and json.loads(answer.text)["error"]["message"] == reason, answer.text
+    assert trainer.post(pieces + checksum, content=data).status_code == 200
+    assert trainer.post("/weights/5/loaded", json={"rank": 0}).status_code == 200
+    (folder,) = site.client.slots.held().values()
+    (path,) = folder.glob("*.safetensors")
+    assert load_file(path)["a"].tobytes() == data
 
 
 def rows(size: int, changed: int = 0) -> dict:
