@@ -1,6 +1,8 @@
 """The gateway's requests, names and access control, without a service."""
 
 import asyncio
+import json
+import tracemalloc
 from base64 import b64encode
 
 import pytest
@@ -11,6 +13,7 @@ from tailrace.app.gateway.answer_text import text_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.edge.json_body import MAX_DEPTH, fault_of
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
@@ -232,6 +235,22 @@ def test_errors_are_one_line_of_text_and_name_the_field():
         assert error_body(400, message)["error"]["param"] == param
     found = error_body(400, "a\nb \ud83d" + "c" * 10_000)["error"]["message"]
     assert found.encode() and found.startswith("a b \\ud83d") and len(found) < 2_000
+
+
+@pytest.mark.parametrize(("depth", "too_deep"), [(MAX_DEPTH - 4, False), (MAX_DEPTH - 3, True)])
+def test_the_check_of_a_body_needs_less_memory_than_the_body(depth, too_deep):
+    """It copied the path of every list inside a long key: 30 KB took 75 MB and a second."""
+    key, inner = "k" * 20_000, []
+    for _ in range(depth):
+        inner = [inner]
+    body = json.dumps({key: {key: [[]] * 20_000 + [inner]}}).encode()
+    value = json.loads(body)
+    tracemalloc.start()
+    found = fault_of(value)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < len(body) and (found is not None) == too_deep
+    assert found is None or (found.endswith(": nested deeper than 128 levels") and len(found) < 300)
 
 
 def test_names_come_from_headers_then_from_the_seed_then_by_chance():

@@ -19,6 +19,11 @@ MAX_DEPTH = 128
 1,000.
 """
 
+MAX_PATH = 100
+"""Maximum characters of the path of an object or list, and of a key in it: the check of a body copies both for each
+part.
+"""
+
 
 def parsed(body: bytes) -> Any:
     """Returns the value. Raises ValueError, one line that names the field, for all that is not JSON in Unicode."""
@@ -54,13 +59,11 @@ def fault_of(value: Any) -> str | None:
     """Returns one line about a part of a value that cannot be written as JSON in UTF-8, or is nested too deeply; or
     None.
     """
-    waiting = [("", value, 1)]
-    while waiting:
-        path, one, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            return f"{path[:100]}: nested deeper than {MAX_DEPTH} levels"
-        for name, part in _parts(one):
-            place = f"{path}.{name}" if path else name
+    opened = [("", _parts(value))]
+    while opened:
+        path, parts = opened[-1]
+        for name, part in parts:
+            place = f"{path}.{name[:MAX_PATH]}" if path else name[:MAX_PATH]
             if broken_text(name):
                 return f"{place}: a key has half of a surrogate pair, which is no text"
             if isinstance(part, str) and broken_text(part):
@@ -68,7 +71,12 @@ def fault_of(value: Any) -> str | None:
             if isinstance(part, float) and not math.isfinite(part):
                 return f"{place}: {part} is not a finite number"
             if isinstance(part, dict | list):
-                waiting.append((place, part, depth + 1))
+                if len(opened) == MAX_DEPTH:
+                    return f"{place}: nested deeper than {MAX_DEPTH} levels"
+                opened.append((place[:MAX_PATH], _parts(part)))
+                break
+        else:
+            opened.pop()
     return None
 
 
@@ -85,7 +93,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{twice[:100]}: the key is given twice; give it once")
+        raise ValueError(f"{twice[:MAX_PATH]}: the key is given twice; give it once")
     return found
 
 
