@@ -157,6 +157,15 @@ def test_messages_of_stored_responses_are_those_of_the_chain(tree):
         tree.said("r9")
 
 
+def test_stored_responses_that_name_each_other_are_refused(tree):
+    """A client's own ids made such circles, and a gateway never answered again."""
+    for number, previous in enumerate(("r1", "r0")):
+        stored = StoredResponse(id=f"r{number}", previous=previous, messages='[{"role": "user", "content": "a"}]')
+        answered(tree, [number], [1], response=stored)
+    with pytest.raises(UnknownTrajectory, match="previous_response_id: 'r1'"):
+        tree.said("r1")
+
+
 # ---- images ------------------------------------------------------------------------------------------
 
 

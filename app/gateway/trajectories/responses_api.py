@@ -44,7 +44,8 @@ REFUSED = ("background", "previous_input_messages", "enable_response_messages", 
 
 async def responses(harness: Harness, body: dict, http: Request):
     """Makes a turn. Raises ValueError, one line, for a field that is not honoured."""
-    asked = ResponsesRequest(**body)
+    given = {name: value for name, value in body.items() if name != "request_id"}  # an id of the client's may be known
+    asked = ResponsesRequest(**given)
     if wrong := [name for name in REFUSED if getattr(asked, name, None) or body.get(name)]:
         raise ValueError(f"{wrong[0]}: not honoured here; remove it")
     turn = await harness.turn(http)

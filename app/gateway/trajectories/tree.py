@@ -97,8 +97,9 @@ class TrajectoryTree:
     def said(self, response: str | None) -> list[dict]:
         """Returns the messages up to a response, without instructions. Raises UnknownTrajectory if it is not stored."""
         found: list[dict] = []
+        left = dict(self._responses)  # each is said once, so that names in a circle end, too
         while response is not None:
-            if (stored := self._responses.get(response)) is None:
+            if (stored := left.pop(response, None)) is None:
                 raise UnknownTrajectory(f"previous_response_id: {response[:80]!r} is not a response of this trajectory")
             found = json.loads(stored.messages) + found
             response = stored.previous

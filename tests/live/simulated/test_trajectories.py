@@ -372,6 +372,23 @@ def test_responses_go_on_by_their_ids_or_by_their_items(play):
     play(story)
 
 
+def test_a_response_s_id_is_the_gateway_s_own(play):
+    """With one id of the client's for all responses, the second one followed itself for ever."""
+
+    async def story(cluster, http, other):
+        trajectory, previous = await opened(http, seed=5, group="g"), None
+        client = client_of(http, trajectory)
+        for word in ("5", "6", "7"):
+            named = {"previous_response_id": previous} if previous else {}
+            answer = await client.responses.create(model="gpt", input=word, extra_body={"request_id": "own"}, **named)
+            assert answer.id not in ("own", previous)
+            previous = answer.id
+        body = await rewarded(http, trajectory)
+        assert body["turns"] == 3 and len(body["rows"]) == 1
+
+    play(story)
+
+
 def test_groups_come_whole_and_a_harness_s_error_is_its_trajectory_s_alone(play):
     async def story(cluster, http, other):
         client, playing = Client("http://gateway", transport=http._transport), []
