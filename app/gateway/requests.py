@@ -166,7 +166,7 @@ class Answered(Sampled, Streamable):
 class CompletionRequest(Answered):
     """`/v1/completions`."""
 
-    prompt: Annotated[str | Ids | Texts | Annotated[list[Ids], Listed], Field(union_mode="left_to_right")]
+    prompt: Annotated[str | Texts | Ids | Annotated[list[Ids], Listed], Field(union_mode="left_to_right")]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True

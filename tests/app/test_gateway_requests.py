@@ -113,6 +113,7 @@ def test_each_bias_that_is_none_is_named(given, said):
         ("a", [{"text": "a"}]),
         ([1, 2], [{"token_ids": (1, 2)}]),
         (["a", "b"], [{"text": "a"}, {"text": "b"}]),
+        (["12", "7"], [{"text": "12"}, {"text": "7"}]),  # they were token ids
         ([[1], [2, 3]], [{"token_ids": (1,)}, {"token_ids": (2, 3)}]),
     ],
 )
