@@ -1,8 +1,9 @@
 """Checks in a separate process whether an answer can have a form: some forms compile for ever, or use all memory.
 
 Owns that process, which loads vLLM and the tokenizer at the first form (seconds, 700 MB), and forks for each form; the
-fork has limits. Invariant: whatever a form does there, the check answers in one line. `FormCheck` is called by
-`Prompts`, on threads; `form_refusal` by engines too.
+fork has limits. Invariant: whatever a form does there, the check answers in one line. A check that was ended from
+outside raises: `Prompts`, which keeps answers, does not keep that. It calls `FormCheck` on threads; `form_refusal` is
+called by engines too.
 """
 
 import contextlib
@@ -45,7 +46,9 @@ class FormCheck:
         self._process: subprocess.Popen | None = None
 
     def refusal(self, form: StructuredOutputs, stops: Sequence[int]) -> str | None:
-        """Returns in one line why no answer can have a form, or None. `stops`: tokens that end an answer."""
+        """Returns in one line why no answer can have a form, or None. Raises ValueError, one line, if the process has
+        ended. `stops`: tokens that end an answer.
+        """
         asked = form.model_dump(mode="json", exclude_none=True)
         with self._lock:
             reason = self._ask({"form": asked, "stops": list(stops)})
@@ -63,7 +66,8 @@ class FormCheck:
         except OSError:
             line = ""
         if not line:
-            return f"the process that checks forms has ended ({self._process.wait()}); send the request again"
+            ended = f"the process that checks forms has ended ({self._process.wait()})"
+            raise ValueError(f"structured_outputs: {ended}; send the request again")
         return json.loads(line)
 
     def close(self) -> None:
@@ -102,7 +106,9 @@ def main(model: str, compile_s: float) -> None:
 
 
 def _in_fork(compiler, question: dict, compile_s: float, limit_bytes: int) -> str | None:
-    """Checks a form in a fork, which may be ended by its limits. Returns the reason of a refusal, or None."""
+    """Checks a form in a fork, which may be ended by its limits. Returns the reason of a refusal, or None. Ends this
+    process if the fork was killed.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -112,6 +118,8 @@ def _in_fork(compiler, question: dict, compile_s: float, limit_bytes: int) -> st
     with os.fdopen(reading) as answer:
         text = answer.read()
     _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        sys.exit("the check of a form was killed")  # by no limit of its own: the node may lack memory
     return json.loads(text) if text and status == 0 else TOO_LARGE
 
 

@@ -1,11 +1,18 @@
 """Parts of the coordinator, each with stand-ins for engines: the loop, commands to all replicas, replicas wanted."""
 
 import asyncio
+import os
+import resource
+import signal
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.constraints import form_check
+from tailrace.deployments.constraints.form_check import TOO_LARGE
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
 from tailrace.deployments.coordinator.loop import Loop
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
@@ -142,6 +149,32 @@ def test_a_form_of_answers_that_cannot_be_made_refuses_the_prompt_with_all_stop_
     assert prompts._find_rules_refusal(sampling) == "no such form"
     assert asked == [(sampling.structured_outputs, [2, 5, 9])]
     assert prompts._find_rules_refusal(SamplingParams()) is None and len(asked) == 1
+
+
+def test_a_form_whose_check_has_ended_is_checked_again(monkeypatch, tmp_path):
+    """The end of the checking process was remembered as the form's refusal."""
+    prompts = object.__new__(Prompts)
+    prompts.__dict__ |= {"model": "m", "_vocabulary": 100, "_ends": frozenset({9})}
+    sampling = SamplingParams(structured_outputs={"regex": "a+"})
+    monkeypatch.setattr(sys, "executable", "false")  # starts in place of Python, and ends
+    with pytest.raises(ValueError, match=r"structured_outputs: the process that checks forms has ended \(1\); send"):
+        prompts._rules_refusal(sampling)
+    answering = tmp_path / "answering"
+    answering.write_text("#!/bin/sh\nread line && echo null\n")
+    answering.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(answering))
+    assert prompts._rules_refusal(sampling) is None
+    prompts._forms.close()
+
+
+@pytest.mark.parametrize(("by", "found"), [(signal.SIGKILL, None), (signal.SIGPROF, TOO_LARGE)])
+def test_a_form_whose_check_was_killed_is_not_too_large(monkeypatch, by, found):
+    """A node without memory may kill it, for no fault of the form's; its own limits end it in other ways."""
+    compiler = SimpleNamespace(start=lambda form, stops: os.kill(os.getpid(), by))
+    monkeypatch.setattr(form_check, "form_refusal", lambda form: None)
+    with nullcontext() if found else pytest.raises(SystemExit):
+        answer = form_check._in_fork(compiler, {"form": {"regex": "a"}, "stops": []}, 5.0, resource.RLIM_INFINITY)
+        assert answer == found
 
 
 # ---- commands to all replicas ----------------------------------------------------------------------------
