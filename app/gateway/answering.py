@@ -89,3 +89,4 @@ async def _unless_gone(http: Request, work: Awaitable):
     finally:
         watch.cancel()
         task.cancel()
+        await asyncio.gather(watch, task, return_exceptions=True)  # a generator can be closed once its step has ended
