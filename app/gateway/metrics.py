@@ -25,7 +25,7 @@ from tailrace.deployments.metrics.registry import HTTP_OPEN, HTTP_REFUSED, HTTP_
 NO_ROUTE = "none"
 """Label of a request that has reached no route."""
 
-REASONS = {401: "token", 403: "role", 413: "body", 429: "quota", 503: "away"}
+REASONS = {401: "token", 403: "role", 405: "route", 413: "body", 429: "quota", 503: "away"}
 """Reasons by status, of requests that a route or the access control has refused; others of 400 to 499 are refused for
 their content.
 """
@@ -33,7 +33,7 @@ their content.
 
 def reason_of(status: int, route: str) -> str | None:
     """Returns why a request was refused, or None if it was not."""
-    if route == NO_ROUTE and status in (404, 405, 429):
+    if route == NO_ROUTE and status in (404, 429):
         return "max_open" if status == 429 else "route"
     return REASONS.get(status, "content" if 400 <= status < 499 else None)
 
@@ -94,6 +94,9 @@ class Metered:
         self._metrics.begin()
         try:
             await self._app(scope, receive, seen)
+        except Exception:
+            status = status or 500  # the answer to it is made outside
+            raise
         finally:
             route = getattr(scope.get("route"), "path", NO_ROUTE)
             self._metrics.end(route, status, time.monotonic() - began_s)

@@ -1,11 +1,15 @@
 """Answers of the gateway, made from samples by hand: every value is in its own place, and failures are named."""
 
+import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
 
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.access_control import token_of
+from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.service import ServedModel
 from tailrace.deployments.messages.adapters import Adapter
@@ -131,3 +135,36 @@ def test_models_are_the_served_one_and_then_its_adapters():
 )
 def test_a_token_is_read_from_a_bearer_s_or_a_basic_header(header, token):
     assert token_of(header) == token
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "counted", "reason"),
+    [
+        ("GET", "/raises", ("/raises", "500"), None),  # its status was 0, as if the client had left
+        ("POST", "/raises", ("/raises", "405"), "route"),
+        ("GET", "/none", ("none", "404"), "route"),
+    ],
+)
+def test_a_request_is_counted_by_the_status_of_its_answer(method, path, counted, reason):
+    app = FastAPI()
+
+    @app.get("/raises")
+    async def raises():
+        raise RuntimeError("a fault")
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(message):
+        if "status" in message:
+            assert str(message["status"]) == counted[1]
+
+    async def story():
+        scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
+        with pytest.raises(RuntimeError, match="a fault") if counted[1] == "500" else nullcontext():
+            await app(scope, receive, send)
+
+    add_metrics(app)
+    asyncio.run(story())
+    metrics = app.state.metrics
+    assert metrics._requests == {counted: 1} and +metrics._refused == ({} if reason is None else {(reason,): 1})
