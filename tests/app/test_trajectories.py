@@ -331,6 +331,32 @@ def test_gateways_go_on_with_each_other_s_turns_and_after_a_lost_coordinator(cal
     asyncio.run(story())
 
 
+def test_a_trajectory_whose_coordinator_is_lost_as_it_ends_has_its_rows(calls):
+    """It was answered as one that had ended before, and its rows were lost."""
+
+    async def story():
+        one = gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest(group="g", index=2))
+        await turned(one, name, [1], [2])
+        end, losses = calls.end, 2
+
+        async def ends(*arguments):
+            nonlocal losses
+            if losses:
+                losses -= 1
+                calls.lose()
+            return await end(*arguments)
+
+        calls.end = ends
+        ended = await one.end(Role.EVALUATOR, name, 1.0)
+        assert len(rows_of(ended)) == 1 and not losses and not len(calls.book) and not one._known
+        assert calls.released == [("http-0-0", "g", 2, True)] and calls.rewards == [("k", 0, {2: 1.0})]
+        with pytest.raises(UnknownTrajectory):
+            await one.end(Role.EVALUATOR, name, 1.0)
+
+    asyncio.run(story())
+
+
 def test_a_turn_in_flight_finds_its_place_in_a_tree_that_lacks_its_parent(calls):
     async def story():
         one, other = gateway(calls), gateway(calls)

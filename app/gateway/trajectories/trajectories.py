@@ -82,8 +82,9 @@ class GatewayTrajectories:
 
     async def end(self, role: Role, name: str, reward: float | None) -> TrajectoryTree:
         """Ends a trajectory. Returns its tree. Raises UnknownTrajectory if it has ended before."""
-        tree = await self.tree(role, name)
-        state = await self._calls_of(role).end(name, reward)
+        calls, tree = self._calls_of(role), await self.tree(role, name)
+        while (state := await calls.end(name, reward)).opening is None and state.epoch != tree.epoch:
+            tree = await self.tree(role, name)  # the coordinator was lost: gives the new one the trajectory
         self._known.pop(name, None)
         if state.opening is None:
             raise UnknownTrajectory(f"trajectory {name}: it has ended")
