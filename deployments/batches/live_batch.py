@@ -135,10 +135,11 @@ class LiveBatch:
         """
         refused = 0
         for prompt_id, tokens in found:
-            group, segment = self.groups.get(f"{self.core_id}/{prompt_id}"), tokens.segment
+            group_id, segment = f"{self.core_id}/{escaped(prompt_id, '#')}", tokens.segment
+            group = self.groups.get(group_id)
             if group is None or segment.start != group.samples[tokens.index].tokens:
                 continue  # the driver has the group, or a record before this one was refused
-            fits = segment.end <= self._max_tokens[f"{self.core_id}/{prompt_id}"]
+            fits = segment.end <= self._max_tokens[group_id]
             if fits and may_be(segment.weights_version, segment.weights_digest):
                 part = tokens.part()
                 made_by = segment.replica_id, segment.weights_digest, segment.adapter_digest

@@ -43,9 +43,9 @@ async def at_once() -> None:
     """Nothing has to be written before weights change."""
 
 
-def message(seed: int = 0, first_token: int = 1, prompts: int = 1) -> RolloutBatch:
+def message(seed: int = 0, first_token: int = 1, prompts: int = 1, name: str = "p{}") -> RolloutBatch:
     groups = tuple(
-        PromptGroup(prompt_id=f"p{number}", token_ids=(first_token, 2), samples=3, max_tokens=8)
+        PromptGroup(prompt_id=name.format(number), token_ids=(first_token, 2), samples=3, max_tokens=8)
         for number in range(prompts)
     )
     return RolloutBatch(batch_id="b", groups=groups, seed=seed)
@@ -124,10 +124,10 @@ def samples_of(batch: LiveBatch) -> list[SampleRecord]:
     return [sample for group in batch.groups.values() for sample in group.samples]
 
 
-async def lost(folder, prompts: int = 1) -> list[tuple]:
+async def lost(folder, prompts: int = 1, name: str = "p{}") -> list[tuple]:
     """A coordinator that is lost after an update in mid-batch. Returns the contents of its samples."""
     one = Coordinator(folder)
-    await one.submit(message(prompts=prompts))
+    await one.submit(message(prompts=prompts, name=name))
     one.make(*(3, 5, 2) * prompts, stop=1)
     await one.update(1)
     assert one.log.problems == {}
@@ -146,6 +146,16 @@ def test_tokens_of_older_weights_survive_their_coordinator(tmp_path):
         assert isinstance(ended, EndSample) and (ended.sample_id[-1], ended.end) == ("1", SampleEnd.STOP)
         assert [(start.sample_id[-1], start.start, start.max_tokens) for start in starts] == [("0", 3, 5), ("2", 2, 6)]
         assert two.log.problems == {}
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("name", ["p#{}", "50%{}", "a/{}~#25%25"])
+def test_tokens_of_a_prompt_survive_whatever_its_id(tmp_path, name):
+    async def story():
+        before = await lost(tmp_path, prompts=2, name=name)
+        batch = await Coordinator(tmp_path, version=1).submit(message(prompts=2, name=name))
+        assert contents(samples_of(batch)) == before
 
     asyncio.run(story())
 
