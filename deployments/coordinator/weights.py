@@ -135,7 +135,8 @@ class Weights:
         """Returns why `version` cannot have this content: it is the present version, with another content. Else
         None.
         """
-        if version != self.version or (digest and digest == self.digest) or source == self.source != "":
+        is_same = digest == self.digest if digest and self.digest else source == self.source != ""
+        if version != self.version or is_same:
             return None
         return f"weights version {version} is taken by other weights ({self.digest or self.source}); versions only grow"
 

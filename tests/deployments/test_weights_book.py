@@ -98,6 +98,23 @@ def test_of_two_contents_for_one_version_one_wins():
     run(scenario, "a")
 
 
+def test_a_folder_written_over_is_refused_under_the_version_that_it_had():
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        await settle(weights, engines)
+        assert await weights.want(1, "w1") is None
+        await settle(weights, engines)
+        engines.folders["w1"] = "two"
+        refused = await weights.want(1, "w1")
+        assert refused.reason == "weights version 1 is taken by other weights (one); versions only grow"
+        assert (weights.digest, engines.held) == ("one", {"a": (1, "one")})
+        engines.held.clear()
+        assert await weights.want(1, "w1") is None, "no replica can look"
+        assert weights.digest == "one"
+
+    run(scenario, "a")
+
+
 def test_a_late_replica_never_serves_what_was_written_over_the_folder():
     async def scenario(weights, engines):
         engines.folders["w1"] = "one"
