@@ -30,7 +30,7 @@ class Delivery:
         self._held_bytes = 0  # bytes of the groups in `_ready`
         self._sent: deque[tuple[int, GroupRecord | None]] = deque()  # bytes and record; not acknowledged by the reader
         self._sent_bytes = self._taken = 0  # their sum; groups acknowledged, with those the driver had before
-        self._reader = 0
+        self._reader = self.cancels = 0  # number of the present reader; calls of `cancel` so far
         self._changed = asyncio.Event()  # wakes the present reader
 
     def refusal(self, message: RolloutBatch, driver: str, now: float) -> Rejected | None:
@@ -126,7 +126,7 @@ class Delivery:
 
 class Deliveries:
     """Deliveries by the driver's batch id. `submit`: submits groups to the core; returns Rejected if it refuses them,
-    else None.
+    else None. Its number is the delivery's `cancels` at the driver's request: a later cancel ends the groups, too.
 
     `cancel`: ends a delivery's samples in the core. `refusal`: returns Rejected if a new batch cannot run now, else
     None. `session_loads`: returns the loads of open sessions, which count for the quotas too. `quotas` may be replaced
@@ -135,8 +135,8 @@ class Deliveries:
 
     def __init__(
         self,
-        submit: Callable[[RolloutBatch, Delivery], Awaitable[Rejected | None]],
-        cancel: Callable[[Delivery], bool],
+        submit: Callable[[RolloutBatch, Delivery, int], Awaitable[Rejected | None]],
+        cancel: Callable[[Delivery], object],
         refusal: Callable[[RolloutBatch], Awaitable[Rejected | None]],
         now: Callable[[], float],
     ):
@@ -198,9 +198,9 @@ class Deliveries:
         wanted = {group.prompt_id for group in message.groups} - have
         new = tuple(group for group in message.groups if group.prompt_id in wanted - delivery.coming)
         if new:
-            ids = {group.prompt_id for group in new}
-            delivery.coming |= ids
-            task = asyncio.ensure_future(self._submit_for(delivery, message.model_copy(update={"groups": new})))
+            delivery.coming |= {group.prompt_id for group in new}
+            added = message.model_copy(update={"groups": new})
+            task = asyncio.ensure_future(self._submit_for(delivery, added, delivery.cancels))
             self._submissions.add(task)
             task.add_done_callback(self._submissions.discard)
             await asyncio.shield(task)  # the submission may wait, and another reader may need its groups
@@ -214,9 +214,9 @@ class Deliveries:
                 delivery.give(item, record)
                 yield item
 
-    async def _submit_for(self, delivery: Delivery, message: RolloutBatch) -> None:
+    async def _submit_for(self, delivery: Delivery, message: RolloutBatch, cancels: int) -> None:
         """Submits new groups to the core. If the core refuses them, the delivery's reader gets the reason."""
-        refused = await self._submit(message, delivery)
+        refused = await self._submit(message, delivery, cancels)
         if refused is not None:
             delivery.coming -= {group.prompt_id for group in message.groups}
             delivery.refuse(refused)
@@ -244,13 +244,15 @@ class Deliveries:
 
     def cancel(self, batch_id: str) -> bool:
         """Ends a batch: its groups are delivered at once, samples cancelled. Returns False if it is unknown."""
-        delivery = self._open.get(batch_id)
-        return delivery is not None and self._cancel(delivery)
+        if (delivery := self._open.get(batch_id)) is not None:
+            delivery.cancels += 1
+            self._cancel(delivery)
+        return delivery is not None
 
     def cancel_all(self) -> None:
         """Ends all batches, see `cancel`."""
-        for delivery in self._open.values():
-            self._cancel(delivery)
+        for batch_id in self._open:
+            self.cancel(batch_id)
 
     def expire(self) -> int:
         """Closes the batches whose drivers are gone. Returns their number."""

@@ -152,13 +152,12 @@ class Rollouts:
 
     # ---- called by drivers -------------------------------------------------------------------------
 
-    def _cancel(self, delivery: Delivery) -> bool:
-        """Cancels a batch's samples in the core. Returns False if it has none."""
+    def _cancel(self, delivery: Delivery) -> None:
+        """Cancels a batch's samples in the core."""
         if delivery.is_over and not delivery.was_refused and self.token_log.is_on:
             self.loop.spawn(self.token_log.forget(delivery.batch_id))
-        for core_id in (core_ids := self.batches.core_ids(delivery)):
+        for core_id in self.batches.core_ids(delivery):
             self.loop.tell(ev.BatchCancelled(self.loop.now(), core_id))
-        return bool(core_ids)
 
     def cancel_all(self) -> int:
         """Ends every sample in flight with its tokens so far. Returns their number."""
@@ -372,8 +371,8 @@ class Rollouts:
 
     # ---- batches -----------------------------------------------------------------------------------
 
-    async def _submit(self, message: RolloutBatch, delivery: Delivery) -> Rejected | None:
-        """Submits groups to the core. Returns Rejected if it refuses them, else None."""
+    async def _submit(self, message: RolloutBatch, delivery: Delivery, cancels: int) -> Rejected | None:
+        """Submits groups to the core, see `Deliveries`. Returns Rejected if it refuses them, else None."""
         if isinstance(batch := await self.batches.prepare(message, delivery), Rejected):
             return batch
         begun = partial(self.batches.core_ids, delivery)
@@ -389,7 +388,7 @@ class Rollouts:
         self.batches.add(batch)
         if any(spec.begun for spec in batch.specs):  # this coordinator now owns the token log's file
             self.loop.spawn(self._log_early())
-        if delivery.is_over:  # its driver has left meanwhile
+        if delivery.is_over or delivery.cancels != cancels:  # its driver has left meanwhile, or it was cancelled
             self.loop.tell(ev.BatchCancelled(self.loop.now(), batch.core_id))
         return None
 

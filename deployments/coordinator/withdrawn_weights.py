@@ -14,7 +14,7 @@ from tailrace.deployments.coordinator.weights import Weights
 
 
 def refuse_waiting(
-    weights: Weights, batches: LiveBatches, sessions: OpenSessions, cancel: Callable[[Delivery], bool]
+    weights: Weights, batches: LiveBatches, sessions: OpenSessions, cancel: Callable[[Delivery], object]
 ) -> None:
     """Gives the drivers of batches and samples that wait for withdrawn weights the reason, and cancels their samples.
 

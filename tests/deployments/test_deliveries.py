@@ -31,14 +31,13 @@ class Desk:
         self.delivery = None
         self.deliveries = Deliveries(self._submit, self._cancel, self._refusal, lambda: self.now)
 
-    async def _submit(self, message, delivery):
+    async def _submit(self, message, delivery, cancels=0):
         self.submitted.append([group.prompt_id for group in message.groups])
         self.delivery = delivery
         return self.refused
 
     def _cancel(self, delivery):
         self.cancelled += 1
-        return True
 
     async def _refusal(self, message):
         return self.refused
@@ -188,7 +187,7 @@ def test_a_submission_outlives_the_stream_that_began_it():
     async def scenario(desk):
         gate, submit = asyncio.Event(), desk._submit
 
-        async def waits(message, delivery):
+        async def waits(message, delivery, cancels):
             await gate.wait()
             return await submit(message, delivery)
 
@@ -202,6 +201,35 @@ def test_a_submission_outlives_the_stream_that_began_it():
         desk.refused = Rejected(reason="not now")
         gate.set()
         assert (await new).reason == "not now" and desk.submitted == [["p"]]
+
+    run(scenario)
+
+
+def test_a_cancel_ends_the_submissions_before_it_and_none_after_it():
+    """Also those that are not in the core yet: their prompts are encoded, or they wait to be admitted."""
+
+    async def scenario(desk):
+        gate, ended = asyncio.Event(), {}
+
+        async def waits(message, delivery, cancels):
+            await gate.wait()
+            ended[message.groups[0].prompt_id] = delivery.cancels != cancels
+
+        desk.deliveries._submit = waits
+        assert not desk.deliveries.cancel("b"), "it is unknown"
+        streams = [asyncio.ensure_future(anext(desk.read(batch("p"))))]
+        await asyncio.sleep(0)
+        assert desk.deliveries.cancel("b") and desk.cancelled == 1
+        for prompt_ids in (("p", "q"), ("p", "q", "r")):
+            streams.append(asyncio.ensure_future(anext(desk.read(batch(*prompt_ids)))))
+            await settled()
+            if prompt_ids[-1] == "q":
+                desk.deliveries.cancel_all()
+        gate.set()
+        await settled()
+        assert ended == {"p": True, "q": True, "r": False}
+        for stream in streams:
+            stream.cancel()
 
     run(scenario)
 
@@ -226,7 +254,7 @@ def test_groups_of_a_refused_submission_are_submitted_again():
     async def scenario(desk):
         submit, refused = desk._submit, Rejected(reason="not now")
 
-        async def once(message, delivery):
+        async def once(message, delivery, cancels):
             await submit(message, delivery)
             return refused if len(desk.submitted) == 2 else None
 

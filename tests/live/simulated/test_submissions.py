@@ -8,6 +8,7 @@ import pytest
 from tailrace.app.calls.refused import RolloutRejected
 from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished
 
 POLL_S = 0.1
@@ -42,6 +43,25 @@ def test_a_batch_whose_driver_has_left_while_it_waited_ends_as_soon_as_it_is_adm
         await asyncio.sleep(2.0)
         now = status()
         assert not now.batches and not now.running and not now.waiting and not now.at_admission
+
+    play(story)
+
+
+def test_a_batch_that_is_cancelled_while_it_waits_ends_as_soon_as_it_is_admitted(play):
+    async def story(cluster, client):
+        status = cluster.coordinator.rollouts.status
+        first = asyncio.ensure_future(whole(client, batch("first")))
+        await until(lambda: status().running)
+        pause = asyncio.ensure_future(client.pause("wait"))
+        waits = asyncio.ensure_future(whole(client, batch("waits", max_tokens=400)))
+        await until(lambda: status().at_admission == ("waits",))
+        assert await client.cancel("waits") and not await client.cancel("unknown")
+        await asyncio.gather(first, pause)
+        await client.resume()
+        (group,) = await waits
+        assert {one.finish_reason for one in group.samples} == {SampleEnd.CANCELLED}
+        (group,) = await whole(client, batch("waits", max_tokens=40))
+        assert SampleEnd.CANCELLED not in {one.finish_reason for one in group.samples}, "it is another batch"
 
     play(story)
 
