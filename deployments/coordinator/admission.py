@@ -24,7 +24,7 @@ class PauseMode(StrEnum):
     """Treatment of samples in flight at a pause, as in vLLM's `/pause`."""
 
     KEEP = "keep"  # samples in flight wait
-    WAIT = "wait"  # samples in flight end first; new samples wait outside the core
+    WAIT = "wait"  # samples in flight end first, unless the service is paused; new samples wait outside the core
     ABORT = "abort"  # samples in flight end with their tokens so far
 
 
@@ -43,7 +43,7 @@ class Admission:
     ):
         self._loop, self._core_holder, self._registry, self._weights = loop, core_holder, registry, weights
         self._batches, self._runner, self._cancel_all = batches, runner, cancel_all
-        self._draining = False  # True while samples in flight end and new ones wait
+        self._draining = 0  # number of calls that wait for samples in flight to end, while new ones wait
         self._waiting: list[str] = []
         self._changed = asyncio.Event()
 
@@ -54,7 +54,7 @@ class Admission:
 
     @property
     def is_paused(self) -> bool:
-        return self.held or self._draining
+        return self.held or self._draining > 0
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -101,12 +101,17 @@ class Admission:
         Raises ValueError for a mode that is none of PauseMode.
         """
         mode = PauseMode(mode)
-        self._draining = mode is PauseMode.WAIT
-        while self._draining and self._core_holder.in_flight():
-            await self._loop.turn()
+        self._draining = self._draining + 1 if mode is PauseMode.WAIT and not self.held else 0
+        try:
+            while self._draining and self._core_holder.in_flight():
+                await self._loop.turn()
+        except asyncio.CancelledError:  # its caller has left
+            self._draining = max(0, self._draining - 1)
+            self._changed.set()
+            raise
         if mode is PauseMode.WAIT and not self.is_paused:
             return  # resumed meanwhile
-        self._draining, self._weights.held = False, True
+        self._draining, self._weights.held = 0, True
         self._changed.set()
         for event in self._registry.rejoin(OTHER_WEIGHTS, self._loop.now()):
             self._loop.tell(event)
@@ -126,6 +131,6 @@ class Admission:
 
     def resume(self) -> None:
         """Ends a pause. Changes nothing if there is none."""
-        self._draining = self._weights.held = False
+        self._draining, self._weights.held = 0, False
         self._changed.set()
         self._loop.look_soon()

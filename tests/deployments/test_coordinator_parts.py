@@ -14,6 +14,7 @@ from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.constraints import form_check
 from tailrace.deployments.constraints.form_check import TOO_LARGE
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
+from tailrace.deployments.coordinator.admission import Admission
 from tailrace.deployments.coordinator.loop import Loop
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.sleep import Sleep
@@ -77,6 +78,29 @@ def test_kv_is_woken_by_one_call_at_a_time_and_again_after_an_error():
         assert asked == [("a", WakeKv())] * 2
 
     asyncio.run(story())
+
+
+class Paused:
+    """Admission over a core with samples in flight, whose loop turns whenever it is waited for."""
+
+    def __init__(self, in_flight: int):
+        self.in_flight, self.weights = in_flight, SimpleNamespace(held=False)
+        self.admission = Admission(
+            loop=SimpleNamespace(turn=lambda: asyncio.sleep(0), look_soon=lambda: None, now=lambda: 0.0),
+            core_holder=SimpleNamespace(in_flight=lambda: self.in_flight, due=False),
+            registry=SimpleNamespace(rejoin=lambda *_: ()),
+            weights=self.weights,
+            batches=(),
+            runner=SimpleNamespace(calls={}),
+            cancel_all=lambda: None,
+        )
+
+    async def begun(self, mode: str) -> asyncio.Task:
+        """Returns a call of `pause` that waits, or has returned."""
+        pause = asyncio.ensure_future(self.admission.pause(mode))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return pause
 
 
 # ---- the loop ------------------------------------------------------------------------------------------
@@ -178,6 +202,33 @@ def test_a_form_whose_check_was_killed_is_not_too_large(monkeypatch, by, found):
 
 
 # ---- commands to all replicas ----------------------------------------------------------------------------
+
+
+def test_a_pause_that_waits_returns_at_once_in_a_paused_service():
+    async def story():
+        paused = Paused(in_flight=2)
+        assert (await paused.begun("keep")).done() and paused.admission.held
+        assert (await paused.begun("wait")).done(), "nothing that is in flight can end"
+        assert paused.admission.held
+        paused.admission.resume()
+        assert not paused.admission.is_paused
+
+    asyncio.run(story())
+
+
+def test_a_pause_whose_caller_leaves_holds_nothing_up():
+    async def story():
+        paused = Paused(in_flight=2)
+        first, second = await paused.begun("wait"), await paused.begun("wait")
+        waits = asyncio.ensure_future(paused.admission.admitted("b", lambda: False))
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert paused.admission.waiting == ("b",) and not first.done(), "the first one waits on"
+        first.cancel()
+        await asyncio.wait_for(waits, 10.0)
+        assert not paused.admission.is_paused and not paused.admission.waiting
+
+    asyncio.run(story())
 
 
 def test_an_adapter_is_loaded_named_and_forgotten_on_every_replica():
