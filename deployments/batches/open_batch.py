@@ -226,6 +226,7 @@ class OpenBatch(LiveBatch):
         self._of_name[name].discard(group_id)
         if not self._of_name[name]:
             del self._of_name[name]
+        del self._max_tokens[group_id]
         return super().emit(group_id)
 
     def namesakes(self, group_id: str) -> list[GroupRecord]:

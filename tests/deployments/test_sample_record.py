@@ -1,6 +1,7 @@
 """A sample's record: its parts in order, its result with everything that its chunks said, and its chunks' requests."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tailrace.deployments.messages.drafts import DraftReport
 from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, RolloutBatch
 from tailrace.deployments.messages.session import SampleRequest
 from tailrace.policies.families.registry import Policies
-from tailrace.policies.protocol.actions import SampleEnd, StartChunk
+from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk
 from tailrace.policies.protocol.events import Prediction
 
 GROUP = PromptGroup(prompt_id="p", token_ids=(1, 2, 3), samples=3, max_tokens=80)
@@ -125,6 +126,23 @@ def test_a_chunk_s_drafts_are_planned_for_its_own_sample():
 def test_a_session_that_is_not_there_is_not_closed():
     sessions = OpenSessions(*[None] * 8)
     assert sessions.close("none") is False and len(sessions) == 0 and sessions.submitting == 0
+
+
+def test_a_session_keeps_nothing_of_its_groups_once_they_have_been_delivered():
+    session = OpenBatch(BatchSettings(batch_id="s"), "s", submitted_s=0.0)
+    session.spans = SimpleNamespace(close_group=lambda *_: None)
+    prompts, answers = SimpleNamespace(tokenizer_name="", decode=str), []
+    for number in range(3):
+        group = PromptGroup(prompt_id=f"p{number}", token_ids=(1, 2, 3), samples=1)
+        request = SampleRequest(group=group, index=0, of=1)
+        prepared = Prepared(group, (1, 2, 3), 80, "key")
+        new = session.plan(prepared, request, [])
+        session.take(new, prepared, request, answers.append, 0.0).append(0, part(1), "r")
+        session.end(EndSample(sample_id=new.sample_id, end=SampleEnd.STOP, reason="", error=None), 1.0)
+        session.answer(new.sample_id, prompts)
+        session.emit(new.group.group_id)
+    assert [one.group for one in answers] == ["p0", "p1", "p2"]
+    assert not any(one for one in vars(session).values() if isinstance(one, dict | set | list))
 
 
 def test_the_driver_s_prediction_reaches_the_core_with_the_group_s_first_sample():
