@@ -6,7 +6,7 @@ them have read the same one. A replica that starts later loads it with the first
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,12 @@ MAX_NAME = 256
 
 
 class AdapterLoads:
-    """`model`: name of the served model, which no adapter may have."""
+    """`model`: name of the served model, which no adapter may have. `looked`: returns once the replicas' reports have
+    been read: an earlier coordinator may have named adapters.
+    """
 
-    def __init__(self, engines: "EngineClient", model: str):
-        self._engines, self._model = engines, model
+    def __init__(self, engines: "EngineClient", model: str, looked: Callable[[], Awaitable[object]]):
+        self._engines, self._model, self._looked = engines, model, looked
         self.book = AdapterBook()
         self._alone = asyncio.Lock()
         self._is_first = True
@@ -50,6 +52,7 @@ class AdapterLoads:
         """
         if (reason := self._invalid(name, path)) is not None:
             return Rejected(reason=reason)
+        await self._looked()
         async with self._alone:
             try:
                 found = await self._engines.digests(LoadAdapter(path))
@@ -66,6 +69,7 @@ class AdapterLoads:
 
     async def unload(self, name: str) -> Rejected | None:
         """Unbinds a name. Samples in flight with its content continue."""
+        await self._looked()
         async with self._alone:
             if self.book.get(name) is None:
                 return Rejected(reason=f"adapter {name!r} is not loaded", by=RejectedBy.ADAPTER)

@@ -158,7 +158,7 @@ class Coordinator(WatchCalls, GatewayLines):
     read_weights = Passed(Role.TRAINER, lambda me: partial(weights_check, me._engines, me._rollouts.registry.reports))
     transfer_weights = Passed(Role.TRAINER, lambda me: me._rollouts.weight_transfer.run)
     publish_weights = Passed(Role.TRAINER, lambda me: me._rollouts.publications.run)
-    load_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.load_adapter)
+    load_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.adapters.load)
     unload_adapter = Passed(Role.TRAINER, lambda me: me._rollouts.adapters.unload)
     pause = Passed(Role.TRAINER, lambda me: me._rollouts.admission.pause)
     resume = Passed(Role.TRAINER, lambda me: me._rollouts.sleep.resume)

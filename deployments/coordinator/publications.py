@@ -151,15 +151,25 @@ class Publication:
 
 
 class Publications:
-    """`served`: returns the present version. `load`: see Load. `spawn`: runs a coroutine as a task that is kept."""
+    """`served`: returns the present version. `load`: see Load. `spawn`: runs a coroutine as a task that is kept.
 
-    def __init__(self, served: Callable[[], int], load: Load, spawn: Callable[..., object]):
-        self._served, self._load, self._spawn = served, load, spawn
+    `looked`: returns once the replicas' reports have been read, from which a new coordinator knows the version.
+    """
+
+    def __init__(
+        self,
+        served: Callable[[], int],
+        load: Load,
+        spawn: Callable[..., object],
+        looked: Callable[[], Awaitable[object]],
+    ):
+        self._served, self._load, self._spawn, self._looked = served, load, spawn, looked
         self._latest: Publication | None = None
 
     async def run(self, phase: str, version: int, rank: int, content: Any = None) -> Any:
         """Runs one phase of a rank, see PublishPhase. Returns its answer, or Rejected once the version has ended."""
         wanted = PublishPhase(phase)
+        await self._looked()
         if wanted is PublishPhase.NEXT:
             return max(self._served(), self._latest.version if self._latest else 0) + 1
         if wanted is PublishPhase.JOIN:

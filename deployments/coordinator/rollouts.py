@@ -42,7 +42,6 @@ from tailrace.deployments.feed.logs import Logs
 from tailrace.deployments.feed.looks import Looks
 from tailrace.deployments.feed.survey import Survey
 from tailrace.deployments.feed.trails import Trails
-from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import ServiceSnapshot
@@ -91,11 +90,13 @@ class Rollouts:
         self.core_holder = CoreHolder(policies, loop.now)
         self.replica_target, self.registry = ReplicaTarget(), ReplicaRegistry()
         self.weights = Weights(engines, self._log_early, lambda: self.core_holder.exactness, self.core_holder.keeps)
-        self.adapters = AdapterLoads(engines, prompts.model)
+        self.adapters = AdapterLoads(engines, prompts.model, loop.looked.wait)
         self.weight_transfer = WeightTransfer(
             engines, lambda: self.registry.reports, lambda: (self.weights.version, self.weights.digest)
         )
-        self.publications = Publications(lambda: self.weights.version, self.update_weights, loop.spawn)
+        self.publications = Publications(
+            lambda: self.weights.version, self.update_weights, loop.spawn, loop.looked.wait
+        )
         self.totals, self.acceptance, self.trails = EndTotals(), Acceptance(), Trails(loop.now)
         self._runner = ChunkRunner(
             loop=loop,
@@ -184,11 +185,6 @@ class Rollouts:
         self.sleep.wake_weights()
         self._follow_weights()
         return await self.weights.loaded()
-
-    async def load_adapter(self, name: str, path: str) -> Adapter | Rejected:
-        """Has every replica load an adapter's folder, then binds `name` to its content; see `AdapterLoads`."""
-        await self.loop.looked.wait()
-        return await self.adapters.load(name, path)
 
     def status(self, survey: Survey | None = None) -> ServiceSnapshot:
         """Returns a snapshot of the service, the only one that status, boards, metrics and `top` read.

@@ -84,8 +84,9 @@ class Sleep:
             self._admission.resume()
         return None
 
-    def resume(self) -> Rejected | None:
+    async def resume(self) -> Rejected | None:
         """Ends a pause. Returns Rejected while the service sleeps."""
+        await self._loop.looked.wait()
         if self.tags:
             return Rejected(reason="the service sleeps; wake it up")
         self._admission.resume()

@@ -20,7 +20,8 @@ from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.sleep import Sleep
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights_check import weights_check
-from tailrace.deployments.messages.chunk import KV_CACHE, WeightsRead
+from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS, WeightsRead
 from tailrace.deployments.messages.command import ForgetAdapter, LoadAdapter, NameAdapter, WakeKv
 from tailrace.deployments.messages.errors import ChunkError
 from tailrace.deployments.messages.rollout import Rejected, SamplingParams
@@ -78,6 +79,10 @@ def test_kv_is_woken_by_one_call_at_a_time_and_again_after_an_error():
         assert asked == [("a", WakeKv())] * 2
 
     asyncio.run(story())
+
+
+async def looked() -> None:
+    """The replicas' reports have been read."""
 
 
 class Paused:
@@ -233,7 +238,7 @@ def test_a_pause_whose_caller_leaves_holds_nothing_up():
 
 def test_an_adapter_is_loaded_named_and_forgotten_on_every_replica():
     engines = Replicas(a="digest", b="digest")
-    loads = AdapterLoads(engines, "model")
+    loads = AdapterLoads(engines, "model", looked)
 
     async def story():
         adapter = await loads.load("poet", "/poet")
@@ -246,9 +251,39 @@ def test_an_adapter_is_loaded_named_and_forgotten_on_every_replica():
     asyncio.run(story())
 
 
+def test_a_new_coordinator_looks_at_its_replicas_before_it_loads_or_unloads_an_adapter():
+    async def story():
+        seen = asyncio.Event()
+        loads = AdapterLoads(Replicas(a="new"), "model", seen.wait)
+        unload = asyncio.ensure_future(loads.unload("poet"))
+        load = asyncio.ensure_future(loads.load("other", "/other"))
+        await asyncio.sleep(0)
+        known = [Adapter("poet", 3, "digest", "/poet"), Adapter("other", 4, "old", "/other")]
+        assert loads.observe([SimpleNamespace(adapters=known)]) == []
+        seen.set()
+        assert await unload is None and loads.book.get("poet") is None
+        assert (await load).version == 5
+
+    asyncio.run(story())
+
+
+def test_a_new_coordinator_looks_at_its_replicas_before_it_resumes_a_service_that_may_sleep():
+    async def story():
+        loop, paused = Loop(asyncio.Event()), Paused(in_flight=0)
+        paused.weights.asleep = False
+        sleep = Sleep(loop, None, None, paused.weights, paused.admission)
+        resume = asyncio.ensure_future(sleep.resume())
+        await asyncio.sleep(0)
+        assert sleep.look([SimpleNamespace(replica_id="a", asleep=(WEIGHTS,), steps=9)], first=True) == []
+        loop.looked.set()
+        assert (await resume).reason == "the service sleeps; wake it up" and paused.admission.held
+
+    asyncio.run(story())
+
+
 def test_replicas_that_read_other_contents_of_an_adapter_are_refused():
     async def story():
-        refused = await AdapterLoads(Replicas(a="one", b="two"), "model").load("poet", "/poet")
+        refused = await AdapterLoads(Replicas(a="one", b="two"), "model", looked).load("poet", "/poet")
         assert refused.reason == "adapter 'poet': /poet: replicas read other contents: ['one', 'two']"
 
     asyncio.run(story())
@@ -268,7 +303,7 @@ def test_replicas_that_read_other_contents_of_an_adapter_are_refused():
 )
 def test_a_bad_adapter_is_refused_before_a_replica_is_asked(name, path, said):
     engines = Replicas()
-    refused = asyncio.run(AdapterLoads(engines, "/models/model").load(name, path))
+    refused = asyncio.run(AdapterLoads(engines, "/models/model", looked).load(name, path))
     assert isinstance(refused, Rejected) and said in refused.reason and not engines.asked
 
 

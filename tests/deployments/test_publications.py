@@ -31,7 +31,9 @@ class Site:
         self.tasks: set[asyncio.Task] = set()
         self.answer = lambda version, digest: WeightsLoaded(version=version, digest=digest, replicas=("r",))
         self.pause_s = 1.0
-        self.book = Publications(lambda: self.served[0], self.load, self._spawn)
+        self.looked = asyncio.Event()
+        self.looked.set()
+        self.book = Publications(lambda: self.served[0], self.load, self._spawn, self.looked.wait)
 
     def _spawn(self, coroutine) -> None:
         self.tasks.add(asyncio.ensure_future(coroutine))
@@ -293,6 +295,23 @@ def test_odd_calls_are_refused_in_one_line(play):
             await site.run(PublishPhase.STAGED, 3, 0, ())
         assert len(await site.ends(ahead[1])) == 1 and not site.loads
         assert await asyncio.to_thread(publishing.next_version, site) == 9, "8 has ended, the service has 4"
+
+    play(story)
+
+
+def test_a_new_coordinator_looks_at_its_replicas_before_it_names_or_refuses_a_version(play):
+    async def story(site):
+        site.looked.clear()
+        site.served = 0, ""
+        calls = [
+            asyncio.ensure_future(asyncio.to_thread(publishing.next_version, site)),
+            site.rank(0, 1, {}, version=4),
+        ]
+        await asyncio.sleep(1.0)
+        assert not any(call.done() for call in calls)
+        site.served = 4, "d"
+        site.looked.set()
+        assert await site.ends(*calls) == [5, "weights version 4 is not above 4; versions only grow"]
 
     play(story)
 

@@ -56,7 +56,7 @@ class BookClient:
 
     def __init__(self, root):
         self.slots, self.loads, self.served = Slots("app-0", root), [], (4, "d")
-        self.book = Publications(lambda: 4, self._load, asyncio.ensure_future)
+        self.book = Publications(lambda: 4, self._load, asyncio.ensure_future, looked=lambda: asyncio.sleep(0))
 
     async def _load(self, version, source, digest, score):
         self.loads.append((version, source, score))

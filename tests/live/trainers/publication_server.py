@@ -18,7 +18,7 @@ class PublicationServer:
         self._on_load = on_load
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._book = Publications(lambda: 0, self._load, self._loop.create_task)
+        self._book = Publications(lambda: 0, self._load, self._loop.create_task, looked=lambda: asyncio.sleep(0))
         self._listener = Listener(authkey=b"test", family="AF_UNIX")
         self.address = self._listener.address
         threading.Thread(target=self._serve, daemon=True).start()
