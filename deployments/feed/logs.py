@@ -5,7 +5,7 @@ by the coordinator at a person's request.
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -53,10 +53,9 @@ class Logs:
 
     def sample(self, name: str) -> SampleLog | None:
         """Returns a sample's log, or None if there is no sample of that name, or if too many have ended since it
-        did.
+        did. Several samples may have one name: that of the newest batch counts.
         """
-        batch, slash, rest = name.partition("/")
-        for sample_id in (name, *(f"{core_id}/{rest}" for core_id in self._core_ids(batch))) if slash else (name,):
+        for sample_id in self._sample_ids(name):
             sample, trail = self._core().sample(sample_id), self._trails.get(sample_id)
             if sample is not None or trail is not None:
                 return self._sample_log(sample_id, sample, trail or Trail())
@@ -67,14 +66,24 @@ class Logs:
         newest counts.
         """
         core_ids = self._core_ids(name)
-        return self._batch_log(core_ids[-1]) if core_ids else None
+        return self._batch_log(core_ids[0]) if core_ids else None
 
     def _core_ids(self, name: str) -> list[str]:
-        """Returns the ids in the core of the batches with this name, those in flight last."""
+        """Returns the ids in the core of the batches with this name, newest first, those in flight before others."""
         live = [batch.core_id for batch in self._batches.all()]
-        over = sorted(self._trails.ended_batches() - set(live))
+        known = dict.fromkeys((*reversed(live), *self._trails.ended_batches()))
         wanted = escaped(name, "/")
-        return [one for one in (*over, *live) if name == one or one.rpartition("~")[0] == wanted]
+        return [one for one in known if name == one or one.rpartition("~")[0] == wanted]
+
+    def _sample_ids(self, name: str) -> Iterator[str]:
+        """Yields the ids in the core that a sample with this name may have, those of the newest batches first. Any
+        slash of the name may be the one after its batch.
+        """
+        yield name
+        for place in (place for place, mark in enumerate(name) if mark == "/"):
+            prompt_id, _, index = name[place + 1 :].rpartition("#")
+            for core_id in self._core_ids(name[:place]):
+                yield f"{core_id}/{escaped(prompt_id, '#')}#{index}"
 
     def _batch_log(self, core_id: str) -> BatchLog:
         trails = dict(self._trails.of_batch(core_id))

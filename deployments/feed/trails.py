@@ -103,9 +103,9 @@ class Trails:
         for trails in (self._ended, self._live):
             yield from ((name, trail) for name, trail in trails.items() if name.startswith(prefix))
 
-    def ended_batches(self) -> set[str]:
-        """Returns the ids, in the core, of the batches of ended samples that are kept."""
-        return {name.partition("/")[0] for name in self._ended}
+    def ended_batches(self) -> list[str]:
+        """Returns the ids, in the core, of the batches of ended samples that are kept, last ended ones first."""
+        return list(dict.fromkeys(name.partition("/")[0] for name in reversed(self._ended)))
 
     def forget_live(self) -> None:
         """Drops all running samples and chunks: the core has begun anew."""

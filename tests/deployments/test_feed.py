@@ -15,6 +15,7 @@ from tailrace.deployments.coordinator.snapshot import replica_statuses, sample_s
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.deltas import KEPT, Deltas, change, fold
 from tailrace.deployments.feed.feed import LOOKS_SHARE, Feed
+from tailrace.deployments.feed.logs import Logs
 from tailrace.deployments.feed.looks import Looks
 from tailrace.deployments.feed.survey import LONGEST, PART, Survey, tokens_of
 from tailrace.deployments.feed.trails import KEPT_CHUNKS, KEPT_ENDED, KEPT_FAULTS, Trails
@@ -127,6 +128,45 @@ def test_trails_are_bounded_by_chunks_ended_samples_and_faults():
     assert len(trails._ended) == KEPT_ENDED and trails.get("b~2/p#4") is None and trails.get("b~2/p#5").end == "stop"
     trails.forget_live()
     assert not trails._live and not trails._running
+
+
+def logs_of(trails: Trails, *live: str) -> Logs:
+    """Logs of a service in which these batches are in flight, by their ids in the core, oldest first."""
+    batches = SimpleNamespace(
+        all=lambda: [SimpleNamespace(core_id=one, samples={}, status=lambda *_: None) for one in live]
+    )
+    core = SimpleNamespace(sample=lambda name: None)
+    return Logs(batches, trails, lambda: core, lambda: 0.0, unix_s=0.0, peek=None)
+
+
+def test_the_newest_of_several_batches_with_one_name_is_shown():
+    trails = Trails(Clock())
+    for number in (9, 10):
+        trails.act(ac.EndSample(f"b~n{number}/p#0", ac.SampleEnd.STOP, None, "done"))
+    logs = logs_of(trails)
+    assert logs.sample("b/p#0").sample_id == "b~n10/p#0" and logs.batch("b").batch_id == "b~n10"
+    trails.act(start(0, "b~n11/p#0"))
+    trails.act(start(0, "b~n12/q#0"))
+    logs = logs_of(trails, "b~n11", "b~n12")
+    assert logs.sample("b/p#0").sample_id == "b~n11/p#0" and logs.batch("b").batch_id == "b~n12"
+    assert logs.sample("b~n9/p#0").sample_id == "b~n9/p#0" and logs.batch("b~n9").batch_id == "b~n9"
+
+
+@pytest.mark.parametrize(
+    ("name", "sample_id"),
+    [
+        ("b/p#1#0", "b~n1/p%231#0"),
+        ("b/50%#0", "b~n1/50%25#0"),
+        ("a/b/p#0", "a%2Fb~n1/p#0"),
+        ("a/b/p/q#0", "a~n1/b/p/q#0"),
+        ("a%/b/p#0", "a%25%2Fb~n1/p#0"),
+    ],
+)
+def test_a_sample_is_found_by_its_driver_s_name_for_it(name, sample_id):
+    trails = Trails(Clock())
+    trails.act(ac.EndSample(sample_id, ac.SampleEnd.STOP, None, "done"))
+    assert logs_of(trails).sample(name).sample_id == sample_id
+    assert logs_of(trails).sample(name[:-1] + "1") is None
 
 
 def test_a_survey_of_many_samples_takes_several_looks_and_finds_the_longest():
