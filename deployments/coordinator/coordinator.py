@@ -132,8 +132,8 @@ class Coordinator(WatchCalls, GatewayLines):
         self._rollouts.deliveries.quotas = Quotas(**user_config.get("quotas", {}))
         self._rollouts.core_holder.set_limits(self._limits)
         self._rollouts.core_holder.set_exactness(self._exactness)
-        policies = Policies(**user_config.get("policies", {})).sized(self._block_tokens, self._drafters)
-        self._rollouts.core_holder.set_policies(policies)
+        self._rollouts.core_holder.set_sizes(self._block_tokens, self._drafters)
+        self._rollouts.core_holder.set_policies(Policies(**user_config.get("policies", {})))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the wanted replicas. Serve calls it, and passes the answer to `deployments.autoscaler`."""

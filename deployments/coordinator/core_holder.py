@@ -26,6 +26,7 @@ class CoreHolder:
         self.present, self._now = RolloutCore(policies), now
         self._policies, self._limits, self._kind = policies, None, RolloutCore
         self._exactness: Exactness = "bits"
+        self._sizes = 1, 0  # see `set_sizes`
         self._due = False
         self._journal_until_s: float | None = None  # None: no driver wants a journal
 
@@ -58,7 +59,8 @@ class CoreHolder:
         return replicas.keeps(replica_id) if told else finishes(self.present.policies.kv_on_update)
 
     def set_policies(self, policies: Policies) -> None:
-        self._policies, self._due = policies, True
+        """Sets the policies, with the sizes of the engines where they have none."""
+        self._policies, self._due = policies.sized(*self._sizes), True
 
     def take_policies(self, policies: dict) -> Rejected | None:
         """Sets a driver's policies. `policies`: a dump, which loads no class before it is checked."""
@@ -67,6 +69,12 @@ class CoreHolder:
         except ValidationError as error:
             return Rejected(reason=error.errors()[0]["msg"].removeprefix("Value error, "))
         return None
+
+    def set_sizes(self, block_tokens: int, drafters: int) -> None:
+        """Sets the tokens per KV block of the engines (1: chunks end anywhere), and the number of draft models, of
+        policies that are set later.
+        """
+        self._sizes = block_tokens, drafters
 
     def set_limits(self, limits: Limits | None) -> None:
         """Sets the minimum and maximum number of engine replicas; None if the number is fixed."""

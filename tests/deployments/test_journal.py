@@ -192,6 +192,18 @@ def holder_of(version: int, now: Callable[[], float]) -> CoreHolder:
     return holder
 
 
+def test_policies_of_a_driver_have_the_sizes_of_the_engines_too():
+    holder = holder_of(3, lambda: 0.0)
+    holder.set_sizes(32, 3)
+    for told in ({}, {"chunking": {"type": "fixed", "chunk_tokens": 64}, "draft_models": {"type": "planned"}}):
+        assert holder.take_policies(told) is None and holder.due
+        holder.exchange(())
+        assert holder.present.policies == Policies(**told).sized(32, 3) != Policies(**told)
+    assert holder.take_policies({"chunking": {"type": "fixed", "block_tokens": 8}}) is None
+    holder.exchange(())
+    assert holder.present.policies.chunking.block_tokens == 8, "a size that is set stays"
+
+
 def test_a_journal_of_a_driver_that_dies_ends_and_frees_its_memory():
     clock = [0.0]
     holder = holder_of(3, lambda: clock[0])
