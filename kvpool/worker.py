@@ -282,9 +282,15 @@ def layout(worker) -> tuple[tuple[str, ...], int]:
     return pool_worker(worker).layout()
 
 
-def rejoin(worker, master_address: str) -> None:
-    """Calls `PoolWorker.rejoin` for `collective_rpc`."""
-    pool_worker(worker).rejoin(master_address)
+def rejoin(worker, master_address: str) -> str | None:
+    """Calls `PoolWorker.rejoin` for `collective_rpc`. Returns the text of its RuntimeError, or None: after an error
+    vLLM leaves the answers of the other ranks to the next call.
+    """
+    try:
+        pool_worker(worker).rejoin(master_address)
+    except RuntimeError as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 def begin_again(worker, heard: int) -> int:

@@ -4,6 +4,8 @@ Invariant: an engine that sleeps runs no chunk, and its weights come back only b
 against the digest. Owned by the stepper, and called on its thread.
 """
 
+from typing import Any
+
 from tailrace.deployments.engine.engine_steps import Steps
 from tailrace.deployments.engine.weights_score import score_of
 from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS, ChunkRequest, WeightsRead
@@ -79,7 +81,7 @@ class EngineWeights:
         if (found := weights_digest(folder)) != self._digest:
             changed = f"{called(folder)}: holds other weights now ({found}) than run ({self._digest})"
             raise ValueError(f"{changed}, which could not come back; send them first")
-        self._engine.collective_rpc("fall_asleep")
+        self._attempt("fall_asleep")
         self.asleep = WEIGHTS, KV_CACHE
 
     def wake_kv(self) -> None:
@@ -99,14 +101,26 @@ class EngineWeights:
         unlike: tuple[str, ...] | None = None
         problem = ""
         if weights_digest(folder) == self._digest:
-            found = self._engine.collective_rpc("unlike_weights", args=(folder,))[0]
+            found = self._attempt("unlike_weights", folder)
             unlike = None if found is None else tuple(found)
             problem = "" if found is not None else "quantized weights have other values than their source"
         else:
             problem = f"{called(folder)}: holds other weights now"
-        checksums = self._engine.collective_rpc("weight_checksums")[0]
+        checksums = self._attempt("weight_checksums")
         return WeightsRead(self.version, self._digest, checksums, unlike, problem)
 
     def transfer(self, transfer: Transfer) -> str:
-        """Runs one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
-        return self._engine.collective_rpc("transfer_weights", args=(transfer,))[0]
+        """Runs one phase of a transfer on every rank. Returns the source that was staged, or an empty text. Raises
+        ValueError, one line.
+        """
+        return self._attempt("transfer_weights", transfer)
+
+    def _attempt(self, method: str, *args) -> Any:
+        """Calls a worker method by `ExactWorker.attempt`. Returns the first rank's answer. Raises ValueError if a rank
+        refuses.
+        """
+        answers = self._engine.collective_rpc("attempt", args=(method, *args))
+        for _, reason in answers:
+            if reason is not None:
+                raise ValueError(reason)
+        return answers[0][0]

@@ -28,14 +28,14 @@ class PoolClient:
         self._counts: Counter[str] = Counter()
         self._waits = Counts()
         layouts = engine.collective_rpc(layout)
-        self.key_prefixes = layouts[0][0]
-        self.token_bytes = sum(size for _, size in layouts)
+        self.key_prefixes, self.token_bytes = layouts[0][0], sum(size for _, size in layouts)
         for tokens, took_s in engine.collective_rpc(probe)[0]:
             performance.pull(tokens, took_s, time.monotonic())
 
     def rejoin(self, master_address: str) -> None:
         """Connects to the master at another address. Raises RuntimeError if it does not answer."""
-        self._engine.collective_rpc(rejoin, args=(master_address,))
+        for problem in filter(None, self._engine.collective_rpc(rejoin, args=(master_address,))):
+            raise RuntimeError(problem)
 
     def wish(self, chunk: ChunkRequest) -> dict:
         """Returns vLLM's `kv_transfer_params` of a chunk. `forgo` can cancel the save later."""

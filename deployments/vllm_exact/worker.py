@@ -6,6 +6,7 @@ of this machine's platform exists here, because importing the other one's base c
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -14,6 +15,7 @@ from vllm.platforms import current_platform
 from tailrace.deployments.features import encoder
 from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS
+from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 from tailrace.deployments.staging.adapter_folder import misfit
 from tailrace.deployments.staging.given_back import give_back, trim
@@ -70,6 +72,16 @@ class ExactWorker:
         """Calls `encoder.features_refusal` for an RPC."""
         with set_current_vllm_config(self.vllm_config):
             return encoder.features_refusal(self.model_runner, features, token_ids, new)
+
+    def attempt(self, method: str, *args) -> tuple[Any, str | None]:
+        """Calls a method for an RPC. Returns its answer, and the text of its ValueError, or None.
+
+        With several ranks, vLLM raises at the first rank's error: it leaves the answers of the others to the next RPC.
+        """
+        try:
+            return getattr(self, method)(*args), None
+        except ValueError as error:
+            return None, str(error)
 
     def weights_refusal(self, folder: str) -> str | None:
         """Returns in one line why this folder's weights cannot replace the model's, or None."""
@@ -146,8 +158,16 @@ class ExactWorker:
     def transfer_weights(self, transfer: Transfer) -> str:
         """Runs one phase of a transfer. Returns the source that the first rank has staged, or an empty text.
 
-        Received tensors are kept apart: the model changes by `load_weights_from` alone. Raises vLLM's errors.
+        Received tensors are kept apart: the model changes by `load_weights_from` alone. Raises ValueError, one line.
         """
+        try:
+            return self._transfer(transfer)
+        except ValueError:
+            raise
+        except Exception as error:  # after any error the model is as it was
+            raise ValueError(one_line(error)) from error
+
+    def _transfer(self, transfer: Transfer) -> str:
         match transfer.phase:
             case TransferPhase.INIT:
                 self.init_weight_transfer_engine(transfer.info)

@@ -168,6 +168,8 @@ class Workers:
         self.folders, self.refusals, self.calls, self.on_load = {"/model": "d0", "/w1": "d1"}, [None, None], [], None
 
     def collective_rpc(self, method: str, args: tuple = ()):
+        if method == "attempt":
+            return [(answer, None) for answer in self.collective_rpc(args[0], args[1:])]
         self.calls.append((method, *args))
         if method == "load_weights_from" and self.on_load:
             self.on_load()

@@ -80,6 +80,7 @@ class Setting:
 
     def __init__(self, monkeypatch):
         self.connector, self.performance, self.now_s, self.calls = Connector(), Performance(), 10.0, []
+        self.rejoined = [None, None]
         monkeypatch.setattr(pool_client, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         core = SimpleNamespace(scheduler=SimpleNamespace(connector=self.connector))
         self.engine = SimpleNamespace(
@@ -93,7 +94,8 @@ class Setting:
             "layout": [("prefixes", 100), ("others", 50)],
             "probe": [[(64, 0.25)], [(1, 1.0)]],
             "begin_again": [7, 6],
-        }.get(method)
+            "rejoin": self.rejoined,
+        }[method]
 
 
 @pytest.fixture
@@ -118,6 +120,9 @@ def test_a_client_knows_the_layout_of_all_ranks_and_the_speed_of_one(setting):
     assert setting.performance.pulled == [(64, 0.25)] and setting.calls == [("layout",), ("probe",)]
     setting.client.rejoin("10.0.0.3:1")
     assert setting.calls[-1] == ("rejoin", "10.0.0.3:1")
+    setting.rejoined = [None, "no master"]
+    with pytest.raises(RuntimeError, match="no master"):
+        setting.client.rejoin("10.0.0.4:1")
     assert setting.client.begin_again() == {"begun 6"} and setting.calls[-1] == ("begin_again", 5)
     setting.client.forgo("r")
     assert setting.connector.forgone == ["r"]

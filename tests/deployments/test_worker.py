@@ -1,0 +1,108 @@
+"""The worker's methods for RPCs, on two ranks behind a stand-in for vLLM's executor of several processes."""
+
+import importlib
+import sys
+from collections import deque
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import tailrace.deployments.features.encoder
+import tailrace.deployments.staging.held
+import tailrace.deployments.staging.received
+import tailrace.deployments.vllm_exact.engine_config
+import tailrace.deployments.vllm_exact.sampler
+import tailrace.deployments.vllm_exact.windows  # noqa: F401 - before the worker's own import, which is undone
+from tailrace.deployments.engine import engine_weights
+from tailrace.deployments.engine.engine_weights import EngineWeights
+from tailrace.deployments.messages.transfer import Transfer, TransferPhase
+
+STAND_INS = {
+    "vllm.config": {"set_current_vllm_config": None},
+    "vllm.distributed.kv_transfer": {"get_kv_transfer_group": None, "has_kv_transfer_group": lambda: False},
+    "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+    "vllm.v1.worker.cpu_worker": {"CPUWorker": object},
+    "tailrace.deployments.vllm_exact.lora": {},
+}
+
+
+def _without_vllm() -> ModuleType:
+    """The worker's module; what imports vLLM is a stand-in meanwhile."""
+    worker = "tailrace.deployments.vllm_exact.worker"
+    former = {name: sys.modules.pop(name, None) for name in (*STAND_INS, worker)}
+    package = sys.modules["tailrace.deployments.vllm_exact"]
+    lora = vars(package).pop("lora", None)
+    for name, fields in STAND_INS.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(fields)
+    try:
+        return importlib.import_module(worker)
+    finally:
+        for name, module in former.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+        if lora is not None:
+            package.lora = lora
+
+
+worker = _without_vllm()
+
+
+class Rank(worker.ExactCPUWorker):
+    """A rank of two, whose transfer engine raises."""
+
+    def __init__(self, rank: int):
+        self.rank, self.parallel_config = rank, SimpleNamespace(world_size=2)
+        self._received = worker.ReceivedWeights()
+
+    def weights_refusal(self, folder: str) -> None:
+        return None
+
+    def _receive(self, info: dict) -> None:
+        raise KeyError(info["name"])
+
+
+class Executor:
+    """vLLM's engine, whose ranks answer as in `MultiprocExecutor`: each into a queue, which is read up to a failure."""
+
+    def __init__(self):
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="/model"))
+        self._ranks = [(Rank(rank), deque()) for rank in range(2)]
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        for rank, answers in self._ranks:
+            try:
+                answers.append((True, getattr(rank, method)(*args)))
+            except Exception as error:  # noqa: BLE001 - as vLLM's worker process
+                answers.append((False, str(error)))
+        found = []
+        for _, answers in self._ranks:
+            succeeded, answer = answers.popleft()
+            if not succeeded:
+                raise RuntimeError(f"Worker failed with error '{answer}'")
+            found.append(answer)
+        return found
+
+
+ONE_RANK = "^weights are read back on engines of one rank alone; set tensor_parallel to 1$"
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (EngineWeights.read_back, ONE_RANK),
+        (EngineWeights.fall_asleep, ONE_RANK),
+        (lambda one: one.transfer(Transfer(TransferPhase.PART, {"name": "a"})), "^KeyError: 'a'$"),
+        (lambda one: one.transfer(Transfer(TransferPhase.FINISH, version=4)), "^weights 4: no tensor was received$"),
+    ],
+    ids=["check_weights", "sleep", "part of a transfer", "end of a transfer"],
+)
+def test_a_refusal_of_ranks_is_one_and_leaves_no_answer_to_the_next_call(monkeypatch, refused, words):
+    monkeypatch.setattr(engine_weights, "weights_digest", lambda folder: "d0")
+    engine = Executor()
+    weights = EngineWeights(engine, 3)
+    with pytest.raises(ValueError, match=words):
+        refused(weights)
+    assert engine.collective_rpc("weights_refusal", ("/model",)) == [None, None] and weights.asleep == ()
+    assert weights.transfer(Transfer(TransferPhase.START)) == ""
