@@ -228,6 +228,29 @@ def test_a_folder_that_is_written_to_while_it_is_loaded_breaks_the_engine(worker
     assert weights.report()["weights_version"] == 3
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["in the load", "after the load"])
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_folder_that_is_gone_once_a_load_has_begun_is_no_refusal(workers, monkeypatch, asleep, after):
+    weights = EngineWeights(workers, 3)
+    if asleep:
+        weights.fall_asleep()
+
+    def remove():
+        del workers.folders["/w1"]
+        if not after:
+            raise ValueError("weights folder /w1: no such folder")
+
+    def digest(folder):
+        if folder not in workers.folders:
+            raise ValueError(f"weights folder {folder}: no such folder")
+        return workers.folders[folder]
+
+    monkeypatch.setattr(engine_weights, "weights_digest", digest)
+    workers.on_load = remove
+    with pytest.raises(RuntimeError, match="/w1: its load broke off: weights folder /w1: no such folder"):
+        weights.load(4, "/w1", "d1")
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
