@@ -195,7 +195,7 @@ class PoolWorker(MooncakeStoreWorker):
         for req_id in results.finished_recving or ():
             load = self._loads.pop(req_id)
             self._report.returned_loads[req_id] += 1
-            if not load.late:  # else its request was reported failed, and may be computing these blocks by now
+            if not load.late:  # else its request was reported failed, and has other blocks by now
                 ended.add(req_id)
                 broken = load.block_ids & self._broken
                 self._invalid |= broken
@@ -205,15 +205,14 @@ class PoolWorker(MooncakeStoreWorker):
             if not load.late and now_s - load.started_s > self._load_deadline_s:
                 load.late = True
                 ended.add(req_id)
-                failed.add(req_id)
-                self._invalid |= load.block_ids
+                failed.add(req_id)  # not as invalid blocks, which vLLM computes in place while they are still written
                 self._count_load(req_id, load, "late")
         ended |= self._unheard
         self._ended, self._unheard = set(ended), set()
         return KVConnectorTransferResults(
             finished_sending=results.finished_sending,
             finished_recving=ended,
-            failed_recving=failed & ended if self._is_hma_required else set(),
+            failed_recving=failed & ended,
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -1,0 +1,106 @@
+"""The connector's worker side over stand-ins for vLLM's: what it reports of a load that is late."""
+
+import importlib
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import tailrace.kvpool.store  # noqa: F401 - before the worker's own import, which is undone
+
+
+@dataclass
+class Results:
+    """Fields of vLLM's KVConnectorTransferResults."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+class StoreWorker:
+    """vLLM's worker side. `results`, `errors`: loads that have returned, and their blocks that did not come."""
+
+    def get_transfer_results(self, finished_req_ids, metadata) -> Results:
+        return self.results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        errors, self.errors = self.errors, set()
+        return errors
+
+
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+STAND_INS = {
+    "mooncake.store": {"MooncakeDistributedStore": object},
+    "vllm.distributed.kv_transfer": {"get_kv_transfer_group": None},
+    f"{V1}.base": {"KVConnectorTransferResults": Results},
+    f"{V1}.mooncake.rdma_utils": {"get_requester_local_hostname": None},
+    f"{V1}.mooncake.store.data": {"MooncakeStoreWorkerMetadata": object, "ReqMeta": object},
+    f"{V1}.mooncake.store.worker": {"MooncakeStoreWorker": StoreWorker},
+    "vllm.distributed.mooncake_store": {"MooncakeStoreConfig": None, "setup_mooncake_store": None},
+    "vllm.platforms": {"current_platform": None},
+    "vllm.utils.network_utils": {"get_ip": None},
+}
+
+
+def _without_vllm() -> ModuleType:
+    """The module; what imports vLLM or Mooncake is a stand-in meanwhile."""
+    worker = "tailrace.kvpool.worker"
+    former = {name: sys.modules.pop(name, None) for name in (*STAND_INS, worker)}
+    for name, fields in STAND_INS.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(fields)
+    try:
+        return importlib.import_module(worker)
+    finally:
+        for name, module in former.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+worker = _without_vllm()
+
+
+class Rank(worker.PoolWorker):
+    """A worker with loads, by hand, and a deadline of two seconds. `groups`: whether the model has several of them."""
+
+    def __init__(self, loads: dict, groups: bool = False):
+        self._loads, self._load_deadline_s, self._is_hma_required = loads, 2.0, groups
+        self._broken, self._invalid, self._ended, self._unheard = set(), set(), set(), set()
+        self._report = SimpleNamespace(returned_loads=Counter(), failed_loads={}, pulls=[])
+        self._counts, self.results, self.errors = worker.Counts(), Results(), set()
+
+    def look(self, returned=(), errors=()) -> tuple[set, set, set]:
+        """Returns the loads that have ended, those computed anew, and the blocks computed again in their places."""
+        self.results, self.errors = Results(finished_recving=set(returned)), set(errors)
+        found = self.get_transfer_results(set(), None)
+        return found.finished_recving, found.failed_recving, self.get_block_ids_with_load_errors()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now_s = [10.0]
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    return now_s
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_late_load_s_request_is_computed_anew_as_its_blocks_are_still_written(clock, groups):
+    """vLLM computes invalid blocks again in their places, but gives up all blocks of a request that failed."""
+    rank = Rank({"late": worker.Load({4, 5}, 64, 10.0), "early": worker.Load({6}, 32, 11.0)}, groups)
+    clock[0] = 12.0
+    assert rank.look() == (set(), set(), set())
+    clock[0] = 12.5
+    assert rank.look() == ({"late"}, {"late"}, set()) and rank._report.failed_loads == {"late": "late"}
+    assert rank.look() == (set(), set(), set()), "it is reported once"
+    assert rank.look(returned=["late"], errors=[5]) == (set(), set(), set())
+    assert rank._report.returned_loads == {"late": 1}
+
+
+def test_blocks_of_a_load_that_returned_without_them_are_computed_again_in_place(clock):
+    rank = Rank({"r": worker.Load({4, 5}, 64, 10.0, arrived_s=10.5), "s": worker.Load({6}, 32, 10.0, arrived_s=10.5)})
+    assert rank.look(returned=["r", "s"], errors=[5]) == ({"r", "s"}, set(), {5})
+    assert rank._report.failed_loads == {"r": "failed"} and rank._report.pulls == [(32, 0.5)]
