@@ -1,9 +1,13 @@
 """Steps that raise on an engine with a KV pool: no KV that was not computed is saved under a name, and none is lost."""
 
+from ctypes import memset
+from itertools import chain
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engine_answers import ANSWER_S
 from test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, stepper_of
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from waiting import until
@@ -129,3 +133,35 @@ def test_a_pull_is_timed_by_its_transfer_and_not_by_the_step_beside_it(loop, mon
     beside, later = chunk("beside ", 1, max_tokens=4, kv=None), chunk("timed later ", 0, first.token_ids, 4)
     _, found = run(loop, beside, later)
     assert found.pulled_tokens >= 96 and pulls == [0.0]
+
+
+def test_a_late_pull_writes_into_no_block_that_is_computed_again(loop, wanted, monkeypatch):
+    """A block of the context is found here, so vLLM keeps the request's blocks where it computes invalid ones again."""
+    (first,) = run(loop, chunk("late ", 0))
+    assert loop._stepper.reset_cache()
+    run(loop, chunk("beside it ", 0, max_tokens=1, kv=None))
+    worker, runner = get_kv_transfer_group().connector_worker, stepper_of(loop)._engine.model_executor
+    runner, began, come = runner.driver_worker.worker.model_runner, Event(), Event()
+    execute, get = runner.execute_model, worker.store.batch_get_into_multi_buffers
+
+    def broken_after(keys, addresses, sizes):
+        assert began.wait(ANSWER_S)
+        found = get(keys, addresses, sizes)
+        for address, size in zip(chain(*addresses), chain(*sizes), strict=True):
+            memset(address, 0, size)
+        come.set()
+        return found
+
+    def a_step_before_it(scheduled, *given, **named):
+        made = execute(scheduled, *given, **named)
+        if scheduled.total_num_scheduled_tokens:
+            began.set()
+            assert come.wait(ANSWER_S)
+        return made
+
+    monkeypatch.setattr(runner, "execute_model", a_step_before_it)
+    monkeypatch.setattr(worker.store, "batch_get_into_multi_buffers", broken_after)
+    monkeypatch.setattr(worker, "_load_deadline_s", 0.0)
+    (found,) = run(loop, chunk("later ", 0, first.token_ids, TOKENS, kv=KvPlan(0, save=False)))
+    assert_same(found, wanted[0], slice(FIRST, None))
+    assert (found.recompute_cause, found.pulled_tokens, found.cached_tokens) == ("pull_late", 0, 32)
