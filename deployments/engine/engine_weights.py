@@ -64,11 +64,14 @@ class EngineWeights:
             raise ValueError(reason)
         if digest not in ("", found := weights_digest(folder)):
             raise ValueError(f"{called(folder)}: holds other weights ({found}) than version {version} ({digest})")
-        self._wake(WEIGHTS)
-        self._engine.collective_rpc("load_weights_from", args=(folder,))
-        self._engine.engine_core.engine_core.reset_encoder_cache()  # embeddings of images under the former weights
-        if weights_digest(folder) != found:
-            raise RuntimeError(f"{called(folder)}: it was written to while it was loaded")
+        try:
+            self._wake(WEIGHTS)
+            self._engine.collective_rpc("load_weights_from", args=(folder,))
+            self._engine.engine_core.engine_core.reset_encoder_cache()  # embeddings of images under the former weights
+            if weights_digest(folder) != found:
+                raise RuntimeError(f"{called(folder)}: it was written to while it was loaded")
+        except ValueError as error:  # a refusal would say that nothing has changed
+            raise RuntimeError(f"{called(folder)}: its load broke off: {error}") from error
         self.version, self._source, self._digest = version, source, found
 
     def fall_asleep(self) -> None:
