@@ -94,8 +94,8 @@ class Metered:
         self._metrics.begin()
         try:
             await self._app(scope, receive, seen)
-        except Exception:
-            status = status or 500  # the answer to it is made outside
+        except Exception:  # whatever it is, its answer is made outside
+            status = status or 500
             raise
         finally:
             route = getattr(scope.get("route"), "path", NO_ROUTE)
