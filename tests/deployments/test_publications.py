@@ -304,8 +304,8 @@ def test_a_new_coordinator_looks_at_its_replicas_before_it_names_or_refuses_a_ve
         site.looked.clear()
         site.served = 0, ""
         calls = [
-            asyncio.ensure_future(asyncio.to_thread(publishing.next_version, site)),
-            site.rank(0, 1, {}, version=4),
+            asyncio.ensure_future(site.run(PublishPhase.NEXT, 0, 0)),
+            site.rank(0, 1, halves()[0], version=4),
         ]
         await asyncio.sleep(1.0)
         assert not any(call.done() for call in calls)
