@@ -113,7 +113,7 @@ class ResultSource:
     async def _no_refusal(self, message: RolloutBatch) -> None:
         """Refuses no batch."""
 
-    async def _submit(self, message: RolloutBatch, delivery: Delivery) -> None:
+    async def _submit(self, message: RolloutBatch, delivery: Delivery, _cancels: int) -> None:
         prepared = await asyncio.to_thread(self._prompts.prepare, message)
         batch = LiveBatch(
             message=message,
