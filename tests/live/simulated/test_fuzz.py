@@ -161,6 +161,15 @@ def test_a_sample_that_ends_its_engines_takes_no_other_with_it(seed):
     assert outcome_of(seed, ("deadly",)).problem is None
 
 
+KEPT_WITH_WORLDS = {310840: "a bound sample waited beside room that another sample's kept KV had left"}
+"""Such seeds of all that a seed may have."""
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_WORLDS)
+def test_a_defect_with_worlds_stays_mended(seed):
+    assert outcome_of(seed, (*KINDS, *ODDITIES, *WORLDS)).problem is None
+
+
 KEPT_WITH_LANES = {
     101512: "what waited for an update that was withdrawn ran under the weights before",
     103704: "a new coordinator began samples on replicas that had just started, under the weights before an update",
