@@ -1,13 +1,12 @@
 """An engine's client of the pool over a scripted connector: results wait for saves, and say where KV came from."""
 
-import importlib
-import sys
 from collections import Counter
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from stand_ins import loaded_with
 from test_line_frames import CHUNK, RESULT
 
 import tailrace.deployments.engine
@@ -16,26 +15,11 @@ import tailrace.policies.models.performance_estimator  # noqa: F401 - before the
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.deployments.messages.sampling import SamplingParams
 
-
-def _without_vllm() -> ModuleType:
-    """The client's module; its connector and worker, which import vLLM, are stand-ins meanwhile."""
-    connector, worker = ModuleType("tailrace.kvpool.connector"), ModuleType("tailrace.kvpool.worker")
-    connector.PoolConnector = object
-    for name in ("begin_again", "layout", "probe", "rejoin"):
-        setattr(worker, name, name)
-    client = "tailrace.deployments.engine.pool_client"
-    former = {name: sys.modules.pop(name, None) for name in (connector.__name__, worker.__name__, client)}
-    sys.modules |= {connector.__name__: connector, worker.__name__: worker}
-    try:
-        return importlib.import_module(client)
-    finally:
-        for name, module in former.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-pool_client = _without_vllm()
+STAND_INS = {
+    "tailrace.kvpool.connector": {"PoolConnector": object},
+    "tailrace.kvpool.worker": {name: name for name in ("begin_again", "layout", "probe", "rejoin")},
+}
+pool_client = loaded_with("tailrace.deployments.engine.pool_client", STAND_INS)
 
 
 class Connector:

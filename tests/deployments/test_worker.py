@@ -1,11 +1,10 @@
 """The worker's methods for RPCs, on two ranks behind a stand-in for vLLM's executor of several processes."""
 
-import importlib
-import sys
 from collections import deque
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from stand_ins import loaded_with
 
 import tailrace.deployments.features.encoder
 import tailrace.deployments.staging.held
@@ -25,28 +24,7 @@ STAND_INS = {
     "tailrace.deployments.vllm_exact.lora": {},
 }
 
-
-def _without_vllm() -> ModuleType:
-    """The worker's module; what imports vLLM is a stand-in meanwhile."""
-    worker = "tailrace.deployments.vllm_exact.worker"
-    former = {name: sys.modules.pop(name, None) for name in (*STAND_INS, worker)}
-    package = sys.modules["tailrace.deployments.vllm_exact"]
-    lora = vars(package).pop("lora", None)
-    for name, fields in STAND_INS.items():
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(fields)
-    try:
-        return importlib.import_module(worker)
-    finally:
-        for name, module in former.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-        if lora is not None:
-            package.lora = lora
-
-
-worker = _without_vllm()
+worker = loaded_with("tailrace.deployments.vllm_exact.worker", STAND_INS)
 
 
 class Rank(worker.ExactCPUWorker):

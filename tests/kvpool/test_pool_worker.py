@@ -1,12 +1,11 @@
 """The connector's worker side over stand-ins for vLLM's: what it reports of a load that is late."""
 
-import importlib
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from stand_ins import loaded_with
 
 import tailrace.kvpool.store  # noqa: F401 - before the worker's own import, which is undone
 
@@ -44,24 +43,7 @@ STAND_INS = {
     "vllm.utils.network_utils": {"get_ip": None},
 }
 
-
-def _without_vllm() -> ModuleType:
-    """The module; what imports vLLM or Mooncake is a stand-in meanwhile."""
-    worker = "tailrace.kvpool.worker"
-    former = {name: sys.modules.pop(name, None) for name in (*STAND_INS, worker)}
-    for name, fields in STAND_INS.items():
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(fields)
-    try:
-        return importlib.import_module(worker)
-    finally:
-        for name, module in former.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-worker = _without_vllm()
+worker = loaded_with("tailrace.kvpool.worker", STAND_INS)
 
 
 class Rank(worker.PoolWorker):
