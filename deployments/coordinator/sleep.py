@@ -113,25 +113,24 @@ class Sleep:
 
     async def _wake_kv(self, replica_id: str) -> None:
         """Wakes the KV of a replica that an earlier coordinator put to sleep."""
-        if replica_id in self._asking:
-            return
-        self._asking.add(replica_id)
-        try:
-            with suppress(Exception):  # it is asked again at the next report
-                await self._engines.ask(replica_id, WakeKv())
-        finally:
-            self._asking.discard(replica_id)
+        with suppress(Exception):  # it is asked again at the next report
+            await self._ask_once(replica_id, WakeKv())
 
     async def _put_to_sleep(self, replica_id: str) -> None:
-        if replica_id in self._asking:
-            return
-        self._asking.add(replica_id)
         try:
-            await self._engines.ask(replica_id, FallAsleep())
+            await self._ask_once(replica_id, FallAsleep())
         except ReplicaLost:
             pass  # its memory is free
         except Exception as error:  # noqa: BLE001 - one replica's error: its weights did not come back, or Ray failed
             self.problem = f"{replica_id}: {one_line(error) if not str(error) else error}"
+
+    async def _ask_once(self, replica_id: str, command: FallAsleep | WakeKv) -> None:
+        """Has a replica do a command, unless such a call to it is under way. Raises its errors."""
+        if replica_id in self._asking:
+            return
+        self._asking.add(replica_id)
+        try:
+            await self._engines.ask(replica_id, command)
         finally:
             self._asking.discard(replica_id)
 
