@@ -23,6 +23,7 @@ from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected, checked
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
+from tailrace.deployments.telemetry import parse_traceparent
 from tailrace.policies.protocol import events as ev
 
 if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
@@ -161,6 +162,10 @@ class OpenSessions:
         name = settings.batch_id
         session = self._sessions.get(name)
         if session is None:
+            try:  # the core takes a sample before its spans are opened
+                settings.traceparent is None or parse_traceparent(settings.traceparent)
+            except ValueError as error:
+                return Rejected(reason=f"session {name!r}: {error}")
             session = self._sessions[name] = OpenSession(settings, self._loop.now())
         if (unlike := differing(session.settings, settings)) is not None:
             return Rejected(reason=f"session {name!r} is open with another {unlike}; give another batch_id")

@@ -376,6 +376,21 @@ def test_one_name_has_one_seed(play):
     play(story)
 
 
+def test_a_session_with_a_malformed_trace_is_refused_and_ends_no_batch(play):
+    groups = (PromptGroup(prompt_id="p", token_ids=PROMPT, samples=2, max_tokens=60),)
+
+    async def story(cluster, client):
+        batch = asyncio.ensure_future(whole_batch(client, RolloutBatch(batch_id="b", groups=groups)))
+        while not cluster.coordinator.rollouts.status().running:
+            await asyncio.sleep(0.1)
+        async with client.open("s", traceparent="x") as session:
+            with pytest.raises(RolloutRejected, match="session 's': not a W3C traceparent: 'x'"):
+                await session.generate(PROMPT, max_tokens=5)
+        assert len((await batch)["p"]) == 2
+
+    play(story)
+
+
 def test_a_session_keeps_few_idle_groups(play, monkeypatch):
     monkeypatch.setattr(open_batch, "MAX_IDLE_GROUPS", 2)
 
