@@ -11,6 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.batches.token_log import TokenLog
@@ -328,9 +329,10 @@ def _not_one(version: int, source: str, digests: set[str]) -> str | None:
 
 def unlike_score(score: object) -> str | None:
     """Returns why this is no score of a trainer, in one line, or None if it is one, or empty."""
-    if isinstance(score, tuple | list) and len(score) in (0, len(SCORED) - 1):
-        return None
-    return f"score is {str(score)[:40]}; give {len(SCORED) - 1} logprobs, as tailrace.weights_score returns them"
+    with contextlib.suppress(TypeError, OverflowError):  # something in it is no number
+        if isinstance(score, tuple | list) and len(score) in (0, len(SCORED) - 1) and all(map(isfinite, score)):
+            return None
+    return f"score is {str(score)[:40]}; give {len(SCORED) - 1} finite logprobs, as tailrace.weights_score returns them"
 
 
 def invalid(version: object, source: object) -> str | None:

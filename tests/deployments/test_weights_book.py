@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tailrace.deployments.coordinator.weights import MAX_VERSION, OTHER_WEIGHTS, Weights
+from tailrace.deployments.coordinator.weights import MAX_VERSION, OTHER_WEIGHTS, Weights, unlike_score
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import ChunkError
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
@@ -290,3 +290,15 @@ def test_a_batch_under_other_weights_is_refused(wants, refused):
     assert (answer is not None) == refused
     if refused:
         assert answer.by is RejectedBy.WEIGHTS and "holds weights version 0, the batch wants 7" in answer.reason
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf"), None, "-1.0", pytest.param(10**400, id="huge")])
+def test_a_trainers_score_is_of_finite_numbers_else_every_replica_would_pass(odd):
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        score = [-1.0] * 31
+        assert unlike_score(score) is None
+        refused = await weights.want(1, "w1", "", [*score[1:], odd])
+        assert isinstance(refused, Rejected) and "give 31 finite logprobs" in refused.reason and weights.version == 0
+
+    run(scenario, "a")
