@@ -103,7 +103,8 @@ class CallLines:
             else:
                 self._send(line, frames.Item(call.number, frames.named(answer)))
         except (Exception, asyncio.CancelledError) as error:  # the edge of a call: its caller gets the reason
-            self._send(line, frames.CallEnded(call.number, one_line(error)))
+            lost = line.session not in self._lines  # its gateway was silent: a call is made again over another line
+            self._send(line, frames.CallEnded(call.number, one_line(error), again=lost))
             if isinstance(error, asyncio.CancelledError):
                 raise
 
