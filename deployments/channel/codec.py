@@ -53,8 +53,11 @@ class Codec:
         self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=made, strict=strict, ext_hook=extension)
 
     def encode(self, messages: Any) -> bytes:
-        """Returns one frame. Raises TypeError or ValueError if a value is of no known type."""
-        return self._encoder.encode(messages)
+        """Returns one frame. Raises TypeError or ValueError if a value is of no known type, or too large."""
+        try:
+            return self._encoder.encode(messages)
+        except OverflowError as error:
+            raise ValueError("a number has more than 64 bits; give a smaller one") from error
 
     def decode(self, frame: bytes) -> Any:
         """Returns what a frame holds. Raises ValueError."""

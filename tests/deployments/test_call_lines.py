@@ -178,6 +178,9 @@ def test_a_message_that_a_line_does_not_carry_is_refused_at_once():
     async def story(ends):
         with pytest.raises(TypeError, match="SampleResult is not carried"):
             await ends.line.ask("generate", (SAMPLE,))
+        long = SampleRequest(group=PromptGroup(prompt_id="g", token_ids=(5, 6), samples=1, max_tokens=2**64))
+        with pytest.raises(ValueError, match="a number has more than 64 bits"):  # answered with status 400
+            await ends.line.ask("generate", (SETTINGS, long))
         with pytest.raises(ValueError, match="another release"):
             frames.given({"SampleResult": {}})
 
