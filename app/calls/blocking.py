@@ -8,7 +8,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import wraps
+from functools import partial, wraps
 from queue import Queue
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,8 +38,9 @@ def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 
 def blocking_iterator(method: Callable[P, AsyncIterator[T]]) -> Callable[P, Iterator[T]]:
-    """Returns a function that returns a generator over the items of the async iterator. Closing the generator closes
-    the iterator.
+    """Returns a function that returns a generator over the items of the async iterator, which is asked for an item when
+    the generator is: else all groups of a batch would wait here for a slow caller. Closing the generator closes the
+    iterator.
     """
 
     @wraps(method)
@@ -60,13 +61,17 @@ def _renamed(call: Callable, method: Callable) -> Callable:
 def _drained(stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
     items: Queue = Queue()
     loop = asyncio.new_event_loop()
-    done = object()
+    done, asked = object(), asyncio.Event()
 
     async def pump() -> None:
         iterator = stream()
         try:
-            async for item in iterator:
-                items.put(item)
+            while True:
+                await asked.wait()
+                asked.clear()
+                items.put(await anext(iterator))
+        except StopAsyncIteration:
+            pass
         except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again in the caller's
             items.put(error)
         finally:
@@ -78,7 +83,7 @@ def _drained(stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
     thread.start()
     made_in = os.getpid()
     try:
-        while (item := _next_of(items, made_in)) is not done:
+        while (item := _next_of(items, made_in, partial(loop.call_soon_threadsafe, asked.set))) is not done:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -89,8 +94,9 @@ def _drained(stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
             loop.close()
 
 
-def _next_of(items: Queue, made_in: int):
-    """Returns the next item. Raises RuntimeError in a forked process, which would wait for ever."""
+def _next_of(items: Queue, made_in: int, ask: Callable[[], object]):
+    """Asks for the next item and returns it. Raises RuntimeError in a forked process, which would wait for ever."""
     if os.getpid() != made_in:
         raise RuntimeError("the iterator is of the process that this one was forked from; make one here")
+    ask()
     return items.get()

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,24 @@ def test_closing_a_blocking_iterator_closes_the_async_one():
     assert next(items) == 0
     items.close()
     assert client.closed
+
+
+def test_a_blocking_iterator_asks_for_an_item_when_its_caller_does():
+    given = []
+
+    class Counting:
+        async def count(self):
+            for item in range(1_000):
+                given.append(item)
+                yield item
+
+        count_blocking = blocking_iterator(count)
+
+    items = Counting().count_blocking()
+    assert [next(items), next(items)] == [0, 1]
+    time.sleep(0.2)  # a slow caller: a thread that ran ahead would have taken all
+    assert given == [0, 1]
+    assert list(items) == list(range(2, 1_000))
 
 
 def test_an_iterator_that_ended_or_was_closed_leaves_no_loop_and_no_thread_behind(monkeypatch):
