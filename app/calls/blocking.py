@@ -45,7 +45,7 @@ def blocking_iterator(method: Callable[P, AsyncIterator[T]]) -> Callable[P, Iter
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        return _drained(lambda: method(*args, **kwargs))
+        return _drained(method(*args, **kwargs))
 
     return _renamed(call, method)
 
@@ -58,13 +58,12 @@ def _renamed(call: Callable, method: Callable) -> Callable:
     return call
 
 
-def _drained(stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+def _drained(iterator: AsyncIterator[T]) -> Iterator[T]:
     items: Queue = Queue()
     loop = asyncio.new_event_loop()
     done, asked = object(), asyncio.Event()
 
     async def pump() -> None:
-        iterator = stream()
         try:
             while True:
                 await asked.wait()

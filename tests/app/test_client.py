@@ -86,6 +86,11 @@ def test_closing_a_blocking_iterator_closes_the_async_one():
     assert client.closed
 
 
+def test_arguments_that_a_call_does_not_have_are_an_error_and_no_wait():
+    with pytest.raises(TypeError, match="items"):
+        next(Scripted().count_blocking())
+
+
 def test_a_blocking_iterator_asks_for_an_item_when_its_caller_does():
     given = []
 
