@@ -17,7 +17,7 @@ class RolloutProgress:
     """Follows one batch through `client.status()` while the driver reads its groups."""
 
     def __init__(self, client: RolloutClient, batch_id: str, samples: int):
-        self._client, self._batch_id = client, batch_id
+        self._client, self._batch_id, self._samples = client, batch_id, samples
         self._console = Console(stderr=True)
         self._last = (time.monotonic(), 0)
         self._rate = 0.0
@@ -35,19 +35,20 @@ class RolloutProgress:
                 await asyncio.sleep(POLL_S)
 
     def _show(self, status: ServiceSnapshot) -> None:
-        batch = next((b for b in status.batches if b.batch_id == self._batch_id), None)
-        if batch is None:
+        batches = [b for b in status.batches if b.batch_id == self._batch_id]
+        if not batches:
             return
-        now, (then, tokens) = time.monotonic(), self._last
-        if now > then:
-            self._rate += 0.5 * ((batch.tokens - tokens) / (now - then) - self._rate)
-        self._last = (now, batch.tokens)
+        now, made, (then, tokens) = time.monotonic(), sum(b.tokens for b in batches), self._last
+        if now > then:  # a new coordinator counts from 0 again, and has only the groups that are still to come
+            self._rate += 0.5 * (max(0, made - tokens) / (now - then) - self._rate)
+        self._last = (now, made)
+        ended = self._samples - sum(b.samples - b.ended for b in batches)
         text = status.waits_for and f"waits for {status.waits_for}"
         text = text or (
             f"{self._rate:.0f} tokens/s, {status.running} running, {status.waiting} waiting"
-            + (", in the tail" if batch.tail else "")
+            + (", in the tail" if all(b.tail for b in batches) else "")
         )
-        self._bar.update(self._task, completed=batch.ended, description=text)
+        self._bar.update(self._task, completed=ended, description=text)
         if not self._console.is_terminal and now - self._printed_at >= LINE_S:
             self._printed_at = now
-            self._console.print(f"{batch.ended}/{batch.samples} samples, {text}", highlight=False)
+            self._console.print(f"{ended}/{self._samples} samples, {text}", highlight=False)
