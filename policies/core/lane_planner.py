@@ -29,6 +29,11 @@ from tailrace.policies.protocol.views import BeliefView, LaneReplica, LanesView
 LOOK_S = 0.25
 """Seconds between two looks for an idle replica, or between two plans: a look reads the books of every replica."""
 
+ONLY_S = 10.0
+"""Seconds for which a single replica has to be ready before it gets the lanes of all others. These may load new weights
+until then; one that cannot load them holds none up.
+"""
+
 DRAWS = 2
 """Draws of remainders by which the gain of lanes is estimated, once for a batch."""
 
@@ -50,8 +55,8 @@ class LanePlanner:
         self._groups = -1  # of the batch when a law was looked for last
         self._levels: dict[Group, tuple[float, float]] = {}
         self._planned: bool | None = None  # whether the batch has lanes; None before its first plan
-        self._ready: list[str] = []  # replicas of the last plan
-        self._due_s = self._looked_s = float("-inf")
+        self._ready: list[str] = []  # replicas that were ready at the last look
+        self._due_s = self._looked_s = self._changed_s = float("-inf")  # the last: when these have changed
         self._looked = False  # whether idle replicas are to be looked for in this decision
         self.end_s = 0.0
 
@@ -104,12 +109,14 @@ class LanePlanner:
         ready = self._table.ready()
         if now < self._due_s and ready == self._ready and not (self._planned and self._is_idle(ready)):
             return []
+        self._changed_s = now if ready != self._ready else self._changed_s
         self._ready, self._due_s = ready, now + LOOK_S
         if self._law is None and batch.positions != self._groups and not self._policy.sees_truth:
             self._groups = batch.positions
             self._law = self._lengths.law(batch, self._policy.belief.min_answers)
         knows = (self._policy.sees_truth or self._law is not None) and self._planned is not False
-        return self._plan(now, batch, ready) if knows and len(ready) > 1 else []
+        is_only = len(ready) == 1 and self._planned and now >= self._changed_s + ONLY_S
+        return self._plan(now, batch, ready) if knows and (len(ready) > 1 or is_only) else []
 
     def _alone(self) -> bool:
         """Returns whether one batch is in flight: lanes of two would compete for replicas by no rule of fairness;

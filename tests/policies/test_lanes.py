@@ -287,6 +287,24 @@ def test_a_lost_replica_s_samples_get_lanes_on_the_others():
     assert lost and set(again) == set(lost) and {sample.home for sample in core.samples()} == {"b", "c"}
 
 
+def test_lanes_of_a_replica_that_does_not_load_new_weights_go_to_the_only_other_one():
+    """It may be about to load them, so its samples wait for it at first."""
+    core = core_of({"type": "auto", "min_gain": 0.0})
+    core.observe(ev.SamplesSubmitted(0.0, "s", groups()))
+    before = core.decide(ev.Tick(0.0))
+    core.observe(ev.WeightsChanged(1.0, 1))
+    core.decide(ev.Tick(1.0))
+    for action in before:
+        core.observe(ev.ChunkFinished(1.1, action.chunk_id, 5, ev.ChunkEnd.ABORTED, 0))
+    core.observe(ev.ReplicaJoined(1.2, "a", 16, 10_000, 64, 0, 1))
+    own, later = started(core.decide(ev.Tick(1.5))), started(core.decide(ev.Tick(8.0)))
+    rest = started(core.decide(ev.Tick(12.0)))
+    assert 0 < len(own) < 32 and not later and len(own) + len(rest) == 32
+    core.observe(ev.ReplicaJoined(12.1, "b", 16, 10_000, 64, 0, 1))
+    core.decide(ev.Tick(12.5))
+    assert {sample.home for sample in core.samples()} == {"a", "b"}
+
+
 def test_a_running_sample_moves_at_once_only_if_that_gains_more_than_the_move():
     for fetch, moves in ((1e6, True), (0.0, False)):
         core = core_of("clairvoyant", seen=False)
