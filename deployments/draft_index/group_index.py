@@ -119,6 +119,11 @@ class GroupIndex:
         """Returns the number of bytes, without history."""
         return self._arena.nbytes
 
+    @property
+    def whole_nbytes(self) -> int:
+        """Returns the number of bytes, with history."""
+        return self.nbytes + (0 if self._past is None else self._past.nbytes)
+
     def known(self, sample_index: int) -> int:
         """Returns the number of known answer tokens of a sample: the end of the last `extend`."""
         row = self._samples.get(sample_index)

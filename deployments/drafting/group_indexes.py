@@ -1,7 +1,8 @@
 """The draft indexes of the groups that an engine runs or ran recently: tokens of mates and of earlier epochs.
 
 Invariant: an index that a running chunk uses is never dropped.
-When all indexes together exceed `index_mib`, the others are dropped, those unused for the longest time first.
+When all indexes together, with their histories, exceed `index_mib`, the others are dropped, those unused for the
+longest time first.
 Histories are indexed on a separate thread and attached when they are ready.
 Owned by `EngineDrafts`, on the engine's thread.
 """
@@ -66,6 +67,7 @@ class GroupIndexes:
     def close(self, group: IndexedGroup) -> None:
         """Counts one running chunk fewer."""
         group.running -= 1
+        self._groups.move_to_end(group.ref)
         if not group.running and self._feed is not None:
             self._feed.rest(group.ref)
 
@@ -111,10 +113,10 @@ class GroupIndexes:
             self._groups[ref].index.attach(future.result())
 
     def _make_room(self) -> None:
-        spare = sum(group.index.nbytes for group in self._groups.values()) - self._most_bytes
+        spare = self.nbytes - self._most_bytes
         for ref, group in list(self._groups.items()) if spare > 0 else ():
             if not group.running and spare > 0:
-                spare -= group.index.nbytes
+                spare -= group.index.whole_nbytes
                 del self._groups[ref]
                 if self._feed is not None:
                     self._feed.release(ref)
@@ -125,7 +127,8 @@ class GroupIndexes:
 
     @property
     def nbytes(self) -> int:
-        return sum(group.index.nbytes for group in self._groups.values())
+        """Returns the number of bytes of all indexes, with their histories."""
+        return sum(group.index.whole_nbytes for group in self._groups.values())
 
     def close_all(self) -> None:
         """Stops the thread; unfinished histories are dropped."""

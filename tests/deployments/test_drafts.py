@@ -9,6 +9,7 @@ import pytest
 
 from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafting.drafts import EngineDrafts
+from tailrace.deployments.drafting.group_indexes import GroupIndexes
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer, Source
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
@@ -181,6 +182,24 @@ def test_indexes_of_idle_groups_go_when_memory_is_short_and_running_ones_stay():
     assert drafts._groups.nbytes < 2 * 2**20
     assert kept in engine.requests and engine.step() is not None
     drafts.stop()
+
+
+def test_histories_of_idle_groups_count_as_memory_and_the_group_used_last_stays():
+    """Three of them are more than 1 MiB; the group that was opened first is used last."""
+    groups = GroupIndexes(DraftConfig(method="group", index_mib=1), None, 1 << 20)
+    past = [PastAnswer("key", 0, 0, None, np.arange(8_000, dtype=np.int32))]
+    used = []
+    for name in ("first", "second", "third"):
+        used.append(groups.open(GroupRef(name, "key"), 1, PROMPT))
+        groups._build(used[-1], past)
+    groups.settle()
+    assert all(group.index.whole_nbytes > 300_000 > group.index.nbytes for group in used) and groups.nbytes > 2**20
+    for group in reversed(used):
+        groups.close(group)
+    groups.open(GroupRef("another", "key"), 1, PROMPT)
+    assert GroupRef("first", "key") in groups._groups and GroupRef("third", "key") not in groups._groups
+    assert groups.nbytes <= 2**20 + 100_000
+    groups.close_all()
 
 
 def test_a_chunk_without_a_plan_does_not_draft(drafts):
