@@ -1,9 +1,10 @@
 """Answers of earlier epochs, by prompt, in one SQLite file, which outlives the run.
 
-Invariant: a prompt keeps its newest `epochs` epochs, and a file `most_bytes` of packed tokens; the oldest epochs are
-deleted first. Recording the same answer twice changes nothing. A file that cannot be opened, or is not ours, is left as
-it is, and this process continues in memory, with the reason in `problem`. Later failures raise sqlite3.Error. Must be
-called by one thread at a time. An Archive holds several; shards and the command line use it.
+Invariant: a prompt keeps its newest `epochs` epochs and the newest EPOCH_ANSWERS answers of each, and a file
+`most_bytes` of packed tokens; the oldest epochs are deleted first. Recording the same answer twice changes nothing. A
+file that cannot be opened, or is not ours, is left as it is, and this process continues in memory, with the reason in
+`problem`. Later failures raise sqlite3.Error. Must be called by one thread at a time. An Archive holds several; shards
+and the command line use it.
 """
 
 import sqlite3
@@ -25,6 +26,11 @@ BUSY_S = 10.0
 
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse")
 """Prefixes of their types in Linux's mount table; FUSE serves many shared folders of clouds."""
+
+EPOCH_ANSWERS = 256
+"""Maximum number of answers kept of a prompt's epoch. All requests over HTTP without a step are of epoch 0: 40,000
+answers to a probe took 0.4 s of the shard and 0.5 s of the coordinator for their lengths, at each further request.
+"""
 
 SLACK = 0.9
 """Share of a full file that is kept when room is made: that reads every row, so it must be rare."""
@@ -53,6 +59,11 @@ WHERE tokens != excluded.tokens OR finished != excluded.finished
 AGE = """
 DELETE FROM answers WHERE prompt_key = ?1 AND epoch <
     (SELECT min(epoch) FROM (SELECT DISTINCT epoch FROM answers WHERE prompt_key = ?1 ORDER BY epoch DESC LIMIT ?2))
+"""
+
+CROWD = """
+DELETE FROM answers WHERE prompt_key = ?1 AND epoch = ?2 AND rowid <=
+    (SELECT rowid FROM answers WHERE prompt_key = ?1 AND epoch = ?2 ORDER BY rowid DESC LIMIT 1 OFFSET ?3)
 """
 
 MAKE_ROOM = """
@@ -127,6 +138,7 @@ class History:
             if changed:
                 self._base.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?)", (prompt_key, group_id))
                 self._base.execute(AGE, (prompt_key, self._epochs))
+                self._base.execute(CROWD, (prompt_key, epoch, EPOCH_ANSWERS))
                 self.nbytes += self._bytes(prompt_key) - bytes_before
         if self.nbytes > self._most_bytes:
             with self._base:

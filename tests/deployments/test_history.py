@@ -108,6 +108,18 @@ def test_a_prompt_keeps_its_newest_epochs_and_bytes_are_counted(steps):
         assert history.nbytes == history.totals().packed_bytes
 
 
+def test_a_prompt_that_is_asked_for_ever_in_one_epoch_keeps_its_newest_answers():
+    """So are all requests over HTTP without a step; the answers to one are asked for at every further one."""
+    history, most = opened(None), history_file.EPOCH_ANSWERS
+    history.record("other", "b/p", 0, [answer(number) for number in range(most)])
+    for number in range(most + 44):
+        history.record("k", f"http/{number}", 0, [answer(10**6 - number, 20 + number)])
+    history.record("k", "b/p", 1, [answer(0, 7)])
+    lengths = sorted(one.length_tokens for one in history.lengths("k"))
+    assert lengths == [7, *range(20 + 44, 20 + most + 44)] and len(history.lengths("other")) == most
+    assert history.nbytes == history.totals().packed_bytes
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 60)), max_size=60))
 @settings(max_examples=40)
 def test_bytes_stay_within_their_bound_and_the_oldest_epochs_go_first(steps):
