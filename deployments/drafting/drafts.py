@@ -88,8 +88,7 @@ class EngineDrafts:
         if model is not None:
             model.performance = self.performance
         self._counts: Counter[str] = Counter()
-        self._spent_s = self._now_s = 0.0
-        self._sizes, self._looked_s = {}, -LOOK_S
+        self._spent_s, self._now_s, self._sizes, self._looked_s = 0.0, 0.0, {}, -LOOK_S
         self.vllm = vllm or VllmProposals()
         self.vllm.acceptance = self.performance.acceptance
         warm_up()
@@ -274,7 +273,8 @@ class EngineDrafts:
 
     def _budgets(self, fresh: list[DraftedTokens], cost: StepCost, memory, batch: ProposalBatch):
         batch.cut(np.array([self._room(drafted) for drafted in fresh]))
-        return self._policy.decide(view_of(fresh, batch, cost, self.performance.acceptance.overall()), memory)
+        view = view_of(fresh, batch, cost, self.performance.acceptance.overall(self._now_s))
+        return self._policy.decide(view, memory)
 
     def _apart(self, fresh: list[DraftedTokens], ahead: bool) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
         """Returns chunks in the next step, and those that skip it, if it waits, for their draft models."""

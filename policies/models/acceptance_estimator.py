@@ -6,6 +6,11 @@ by a modelled replica of the simulator.
 
 from tailrace.policies.protocol.performance import FADE, PRIOR, MethodAcceptance, chance
 
+HALF_S = 300.0
+"""Seconds without a test after which a method's counts weigh half, and again half after as many more. A policy that
+does not draft because few drafts were right gets no tests: without this it would never draft again.
+"""
+
 
 class AcceptanceEstimator:
     def __init__(self):
@@ -17,7 +22,7 @@ class AcceptanceEstimator:
         if sums is None:
             self._sums[method] = [float(right), float(tested), now_s]
             return
-        fade = FADE**verifications
+        fade = FADE**verifications * _weight(sums, now_s)
         sums[0] = fade * sums[0] + right
         sums[1] = fade * sums[1] + tested
         sums[2] = now_s
@@ -27,14 +32,20 @@ class AcceptanceEstimator:
         right, tested, _ = self._sums.get(method, (0.0, 0.0, 0.0))
         return chance(right, tested, prior)
 
-    def overall(self) -> float:
-        """Returns the same over all methods."""
-        sums = self._sums.values()
-        return chance(sum(one[0] for one in sums), sum(one[1] for one in sums))
+    def overall(self, now_s: float = 0.0) -> float:
+        """Returns the same over all methods, by their age at `now_s`."""
+        sums = [(one, _weight(one, now_s)) for one in self._sums.values()]
+        return chance(sum(one[0] * weight for one, weight in sums), sum(one[1] * weight for one, weight in sums))
 
     def report(self, now_s: float = 0.0) -> tuple[MethodAcceptance, ...]:
-        """Returns the sums by method, in order of names."""
+        """Returns the sums by method, in order of names, by their age at `now_s`."""
+        weights = {method: _weight(sums, now_s) for method, sums in self._sums.items()}
         return tuple(
-            MethodAcceptance(method=method, right=right, tested=tested, age_s=max(0.0, now_s - last_s))
+            MethodAcceptance(method, right * weights[method], tested * weights[method], max(0.0, now_s - last_s))
             for method, (right, tested, last_s) in sorted(self._sums.items())
         )
+
+
+def _weight(sums: list[float], now_s: float) -> float:
+    """Returns the weight of sums at `now_s`, which is below 1 once the last test was HALF_S ago."""
+    return 0.5 ** max(0.0, (now_s - sums[2]) // HALF_S)

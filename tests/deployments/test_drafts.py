@@ -1,5 +1,6 @@
 """Drafts of one engine: limits, counts and memory. The request stands in for vLLM's, whose two attributes are used."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,6 +16,7 @@ from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer,
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+from tailrace.policies.families.aimd import Aimd
 from tailrace.policies.families.drafting import FixedBudget
 from tailrace.policies.families.goodput import Goodput
 
@@ -328,6 +330,16 @@ def test_drafts_that_do_not_pay_are_looked_for_as_their_time_allows():
     write(drafts, requests, noise, 40)
     assert len(Asked.asked) == 40, "few samples are drafted for after every step"
     drafts.stop()
+
+
+@pytest.mark.parametrize(("tested_ago_s", "drafts_again"), [(1.0, False), (3_600.0, True)])
+def test_aimd_drafts_again_some_time_after_its_drafts_were_wrong(drafts, tested_ago_s, drafts_again):
+    """While it does not draft, nothing is tested."""
+    engine = Engine(drafts, Aimd())
+    drafts.performance.acceptance.count("group", 0, 2_000, time.monotonic() - tested_ago_s)
+    engine.start(0, 0, 60)
+    drafts._running["b/p#0:0"].group.index.extend(1, 0, ANSWER)
+    assert any(tokens for _ in range(8) for tokens in engine.step().values()) == drafts_again
 
 
 def test_a_sample_whose_drafts_pay_is_drafted_for_after_every_step():

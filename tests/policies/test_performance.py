@@ -6,7 +6,7 @@ import pytest
 from performances import performance
 
 from tailrace.policies.core.scaling import left_s, move_s
-from tailrace.policies.models.acceptance_estimator import AcceptanceEstimator
+from tailrace.policies.models.acceptance_estimator import HALF_S, AcceptanceEstimator
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
 from tailrace.policies.protocol.draft_methods import DraftMethod
 from tailrace.policies.protocol.performance import (
@@ -105,6 +105,19 @@ def test_before_any_draft_there_is_the_prior_and_it_weighs_a_few_tokens():
     assert found.chance("group") == found.overall() == PRIOR and found.chance("group", 0.8) == 0.8
     found.count("group", 0, PRIOR_TOKENS)
     assert found.chance("group", 0.8) == chance(0, PRIOR_TOKENS, 0.8) == 0.4 and found.chance("model") == PRIOR
+
+
+def test_drafts_that_were_tested_long_ago_count_less_and_new_tests_decide_soon():
+    found = AcceptanceEstimator()
+    for _ in range(200):
+        found.count("group", 0, 4, 50.0)
+    at = [HALF_S * times + 51.0 for times in range(12)]
+    means = [found.overall(now_s) for now_s in at]
+    reported = [chance(one.right, one.tested) for now_s in at for one in found.report(now_s)]
+    assert means == reported == sorted(means) and means[0] < 0.02 and means[-1] > 0.45
+    for turn in range(20):
+        found.count("group", 3, 4, at[-1] + turn)
+    assert found.overall(at[-1] + 20) > 0.7, "by the old counts it would be 0.1"
 
 
 def test_a_step_is_on_the_line_between_its_points_and_beyond_them():
