@@ -218,6 +218,8 @@ class EngineLoop:
 
     def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
         try:
+            if chunk.chunk_id in self._on_done:  # it runs, or it has ended and its KV is being saved
+                raise ValueError(f"chunk {chunk.chunk_id}: already running here")
             self._stepper.add(chunk, submitted_s)
         except Exception as error:  # noqa: BLE001 - the edge between one caller's mistake and the shared engine
             on_done(error)

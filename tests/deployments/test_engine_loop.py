@@ -152,7 +152,19 @@ def test_a_chunk_is_answered_once_and_a_refused_one_alone(loop):
     first, second, twice = submit(loop, "a"), submit(loop, "b"), submit(loop, "a")
     assert loop.turn(0.0)
     assert (first, second) == (["result of a"], ["result of b"])
-    assert [str(error) for error in twice] == ["already running here"]
+    assert [str(error) for error in twice] == ["chunk a: already running here"]
+
+
+def test_a_chunk_that_comes_again_before_its_end_is_answered_is_refused_and_ends_no_engine(loop, script):
+    """A new coordinator counts a sample's chunks from the start, and the former one's is aborted, but not answered."""
+    script.add = lambda chunk, submitted_s: script.running.append(chunk.chunk_id)  # as one that knows no ended chunk
+    script.steps_of_a_chunk = 2
+    first = submit(loop, "a")
+    assert loop.turn(0.0) and not first
+    loop.abort("a")
+    again = submit(loop, "a")
+    assert loop.turn(0.0) and loop.healthy and first == ["result of a"]
+    assert [str(error) for error in again] == ["chunk a: already running here"]
 
 
 ERRORS = RequestRefused("never"), OverflowError("2**31"), TypeError("None"), UnicodeEncodeError("u", "x", 0, 1, "half")
