@@ -29,7 +29,7 @@ def check_fits(vllm_config) -> None:
 
 
 class ExpertRoutes(RoutedExpertsCapturer):
-    """Routes of all tokens in the KV cache. `blocks`: uint8 or uint16 [blocks + 1, numbers of a block], on the KV's
+    """Routes of all tokens in the KV cache. `blocks`: uint8 or int16 [blocks + 1, numbers of a block], on the KV's
     device; the last one takes the rows of padding.
     """
 
@@ -42,7 +42,8 @@ class ExpertRoutes(RoutedExpertsCapturer):
         self._layer = group.layer_names[0]
         self._block_tokens = group.kv_cache_spec.block_size
         shape = kv_cache_config.num_blocks + 1, self._block_tokens * int(np.prod(self.shape_per_token))
-        self.blocks = torch.zeros(shape, dtype=self.output_dtype, device=self.device_buffer.device)
+        kind = torch.uint8 if self.output_dtype == torch.uint8 else torch.int16  # torch writes no rows of uint16
+        self.blocks = torch.zeros(shape, dtype=kind, device=self.device_buffer.device)
         self._tokens = self.blocks.view(-1, *self.shape_per_token)
         self._padding = kv_cache_config.num_blocks * self._block_tokens
         bind_routed_experts_capturer(model, self)
@@ -57,7 +58,7 @@ class ExpertRoutes(RoutedExpertsCapturer):
         if layer_id == self._last and isinstance(slots, dict) and self._layer in slots:  # not in a profiling run
             slots = slots[self._layer]  # -1 for padding; `topk_ids` may be a shard of the step's tokens
             slots = torch.where(slots < 0, self._padding, slots)
-            self._tokens[slots] = self.device_buffer[: len(slots)].to(self.output_dtype)
+            self._tokens[slots] = self.device_buffer[: len(slots)].to(self.blocks.dtype)
 
     def read(self, block_ids: Sequence[int] | torch.Tensor, start: int, end: int) -> np.ndarray:
         """Returns the routes of the positions from `start` to before `end` of a context in these blocks: uint8 or
@@ -65,4 +66,5 @@ class ExpertRoutes(RoutedExpertsCapturer):
         """
         positions = torch.arange(start, max(start, end), device=self.blocks.device)
         blocks = torch.as_tensor(block_ids, device=self.blocks.device).long()[positions // self._block_tokens]
-        return self._tokens[blocks * self._block_tokens + positions % self._block_tokens].cpu().numpy()
+        found = self._tokens[blocks * self._block_tokens + positions % self._block_tokens].cpu().numpy()
+        return found.view(self.output_dtype_name)
