@@ -14,7 +14,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.rollout import SamplingParams
 
 CONTEXT_TOKENS = (8, 192)
-"""Context lengths: a small step, and one that measures the speed of prompts."""
+"""Context lengths: a small step, and one that measures the speed of prompts; shorter where the model takes no more."""
 
 VERIFIED = ((1, 0), (1, 1), (1, 3), (1, 7), (1, 15), (4, 3), (4, 7), (4, 15))
 """Numbers of chunks, and draft tokens of each: steps of 1 to 64 tokens. Costs of larger steps are learned from real
@@ -29,7 +29,9 @@ ANSWER, WRONG = 1, 2
 def warm_up(stepper, max_running: int, draft_tokens: int) -> None:
     """Compiles the kernels and measures prompts, and drafts of up to `draft_tokens`. `stepper`: an idle Stepper."""
     for tokens in CONTEXT_TOKENS:
-        stepper.add(chunk_of("warm-up", tokens, 2, stepper.stats().weights_version), time.monotonic())
+        stats = stepper.stats()
+        fitting = min(tokens, stats.max_model_len - 2)
+        stepper.add(chunk_of("warm-up", fitting, 2, stats.weights_version), time.monotonic())
         while stepper.busy:
             stepper.step()
     if draft_tokens:

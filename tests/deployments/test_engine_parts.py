@@ -357,16 +357,16 @@ def test_weights_are_scored_unless_they_sleep_and_changed_ones_have_drifted(work
 class Rehearsed:
     """A stepper whose chunks take two steps. Notes the chunks of each, and the drafts of each step."""
 
-    def __init__(self):
+    def __init__(self, max_model_len: int = 4096):
         self.added, self.drafts, self.steps, self._left = [], [], 0, 0
-        self.weights, self.scored = self, 0
+        self.weights, self.scored, self._max_model_len = self, 0, max_model_len
 
     @property
     def busy(self) -> bool:
         return self._left > 0
 
     def stats(self):
-        return SimpleNamespace(weights_version=4)
+        return SimpleNamespace(weights_version=4, max_model_len=self._max_model_len)
 
     def add(self, chunk, submitted_s: float) -> None:
         self.added.append(chunk)
@@ -401,6 +401,15 @@ def test_an_engine_is_warmed_up_by_two_prompts_and_by_drafts_only_where_it_draft
     assert lengths == [length for drafts in (0, 1, 3, 5, 5, 3, 5, 5) for length in (drafts, drafts)]
     assert {token for drafts in drafting.drafts for token in drafts} == {warmup.WRONG}
     assert all(chunk.max_tokens == warmup.STEPS + 1 for chunk in drafting.added[2:])
+
+
+@pytest.mark.parametrize(("max_model_len", "contexts"), [(16, [8, 14]), (192, [8, 190]), (194, [8, 192])])
+def test_the_chunks_of_a_warm_up_fit_into_a_short_context(max_model_len, contexts):
+    """An engine with a `max_model_len` up to 192 never started: it refused its own chunk."""
+    short = Rehearsed(max_model_len)
+    warmup.warm_up(short, 8, 5)
+    assert [len(chunk.token_ids) for chunk in short.added[:2]] == contexts
+    assert all(len(chunk.token_ids) + chunk.max_tokens <= max_model_len for chunk in short.added)
 
 
 # ---- the engine's thread --------------------------------------------------------------------------------
