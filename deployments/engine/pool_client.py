@@ -102,7 +102,8 @@ class PoolClient:
         traffic = self._connector.take(request_id)
         new = len(chunk.token_ids) == chunk.prompt_tokens
         cause = CAUSE_OF_NEW if new and traffic.cause in ("miss", "not_pulled", "below_min") else traffic.cause
-        pulled_tokens = 0 if cause.startswith("pull_") else traffic.pulled_tokens
+        # A chunk that is aborted before its first token has used none of them.
+        pulled_tokens = 0 if cause.startswith("pull_") else min(traffic.pulled_tokens, result.cached_tokens)
         self._counts["local_tokens"] += result.cached_tokens - pulled_tokens
         self._counts["pool_tokens"] += pulled_tokens
         self._counts[f"recomputed_tokens.{cause}"] += result.computed_tokens

@@ -201,6 +201,18 @@ def test_tokens_are_counted_by_where_their_kv_came_from(setting, context, comput
     assert by_cause == ({f"recomputed_tokens.{named}": computed} if computed else {})
 
 
+def test_a_chunk_that_is_aborted_during_its_pull_lowers_no_count(setting):
+    """Counters of Prometheus went down by the tokens of each such pull."""
+    setting.connector.settled_ids = {"r", "s"}
+    for name in ("r", "s"):
+        setting.connector.traffic[name] = traffic("tail", pulled=4)
+    setting.client.fields("r", chunk_of(), result_of(computed_tokens=5))
+    before = setting.client.counts()
+    fields = setting.client.fields("s", chunk_of(), result_of(cached_tokens=0, computed_tokens=0))
+    assert fields["pulled_tokens"] == 0 and setting.client.counts() == before
+    assert before["local_tokens"] == 3 and before["pool_tokens"] == 4
+
+
 @pytest.mark.parametrize(("saved", "stored"), [(0, 0), (16, 16), (17, 17), (40, 17)])
 def test_no_more_tokens_are_stored_than_the_chunk_has(setting, saved, stored):
     setting.connector.traffic["r"], setting.connector.settled_ids = traffic(saved=saved), {"r"}
