@@ -198,7 +198,9 @@ class PoolWorker(MooncakeStoreWorker):
             if not load.late:  # else its request was reported failed, and has other blocks by now
                 ended.add(req_id)
                 broken = load.block_ids & self._broken
-                self._invalid |= broken
+                # vLLM makes no further part of a load after one that fails, and ranks but the first load in another
+                # order than the blocks': blocks before the broken ones may not have come.
+                self._invalid |= load.block_ids if broken and self.tp_rank else broken
                 self._count_load(req_id, load, "failed" if broken or req_id in failed else None)
             self._broken -= load.block_ids
         for req_id, load in self._loads.items():

@@ -49,8 +49,8 @@ worker = loaded_with("tailrace.kvpool.worker", STAND_INS)
 class Rank(worker.PoolWorker):
     """A worker with loads, by hand, and a deadline of two seconds. `groups`: whether the model has several of them."""
 
-    def __init__(self, loads: dict, groups: bool = False):
-        self._loads, self._load_deadline_s, self._is_hma_required = loads, 2.0, groups
+    def __init__(self, loads: dict, groups: bool = False, tp_rank: int = 0):
+        self._loads, self._load_deadline_s, self._is_hma_required, self.tp_rank = loads, 2.0, groups, tp_rank
         self._broken, self._invalid, self._ended, self._unheard = set(), set(), set(), set()
         self._report = SimpleNamespace(returned_loads=Counter(), failed_loads={}, pulls=[])
         self._counts, self.results, self.errors = worker.Counts(), Results(), set()
@@ -86,3 +86,10 @@ def test_blocks_of_a_load_that_returned_without_them_are_computed_again_in_place
     rank = Rank({"r": worker.Load({4, 5}, 64, 10.0, arrived_s=10.5), "s": worker.Load({6}, 32, 10.0, arrived_s=10.5)})
     assert rank.look(returned=["r", "s"], errors=[5]) == ({"r", "s"}, set(), {5})
     assert rank._report.failed_loads == {"r": "failed"} and rank._report.pulls == [(32, 0.5)]
+
+
+def test_a_rank_that_loads_blocks_in_another_order_has_all_of_a_broken_load_computed_again(clock):
+    """Where an SSD's buffer divides a load, the parts after one that failed are not made: those of the first blocks."""
+    rank = Rank({"r": worker.Load({4, 5, 6}, 96, 10.0), "s": worker.Load({7}, 32, 10.0, arrived_s=10.5)}, tp_rank=1)
+    assert rank.look(returned=["r", "s"], errors=[5]) == ({"r", "s"}, set(), {4, 5, 6})
+    assert rank._report.failed_loads == {"r": "failed"}
