@@ -177,8 +177,9 @@ class ExactWorker:
                 self._receive(transfer.info)
             case TransferPhase.SHUTDOWN:
                 self.shutdown_weight_transfer_engine()
-            case TransferPhase.FINISH if self.rank == 0:
-                return self._received.stage(transfer.service, transfer.version, transfer.served)
+            case TransferPhase.FINISH:  # every rank has received all tensors; the first one writes them
+                received, self._received = self._received, ReceivedWeights()
+                return received.stage(transfer.service, transfer.version, transfer.served) if self.rank == 0 else ""
         return ""
 
     def _receive(self, info: dict | list) -> None:

@@ -84,3 +84,24 @@ def test_a_refusal_of_ranks_is_one_and_leaves_no_answer_to_the_next_call(monkeyp
         refused(weights)
     assert engine.collective_rpc("weights_refusal", ("/model",)) == [None, None] and weights.asleep == ()
     assert weights.transfer(Transfer(TransferPhase.START)) == ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_rank_keeps_what_it_received_after_the_end_of_a_transfer(monkeypatch, fails):
+    """Each rank but the first kept a whole model in host memory, until the next transfer began."""
+    staged = []
+
+    def stage(received, *given) -> str:
+        staged.append((sorted(received.tensors), *given))
+        if fails:
+            raise ValueError("weights 4: no room")
+        return "memory:app/4/0123456789abcdef"
+
+    monkeypatch.setattr(worker.ReceivedWeights, "stage", stage)
+    ranks = [Rank(rank) for rank in range(2)]
+    for rank in ranks:
+        rank._received.tensors = {"a": object()}
+    end = Transfer(TransferPhase.FINISH, version=4, served=(3, "d"), service="app")
+    answers = [rank.attempt("transfer_weights", end) for rank in ranks]
+    assert answers == [(None, "weights 4: no room") if fails else ("memory:app/4/0123456789abcdef", None), ("", None)]
+    assert staged == [(["a"], "app", 4, (3, "d"))] and [rank._received.tensors for rank in ranks] == [{}, {}]
