@@ -41,15 +41,17 @@ def key_of(source: MemorySource, name: str, piece: int = 0) -> str:
 
 
 def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
-    """Puts the weights in `folder` into the pool, unless it has all of them. Raises ValueError, one line, if the pool
-    has no room.
+    """Puts the weights in `folder` into the pool, unless it has all of them. Removes those of versions that no slot
+    beside `folder` holds. Raises ValueError, one line, if the pool has no room.
     """
     store = _client(endpoint)
     try:
         files = sorted(folder.glob("*.safetensors"))
         if _known_files(store, source) is not None and _has_all(store, source, files):
             return
-        store.remove_by_regex(f"^weights/{source.version}/", force=True)  # of a stage not committed, or some evicted
+        # Earlier versions, which would crowd out KV for ever; and of this one what a stage not committed has left.
+        held = {version for version, _ in Slots(source.service, folder.parent).held()} - {source.version}
+        store.remove_by_regex(f"^weights/(?!({'|'.join(map(str, held))})/)", force=True)
         for path in files:
             header, begin = read_header(path)
             with _mapped(path, path.stat().st_size, write=False) as (address, view):

@@ -215,6 +215,19 @@ def test_weights_of_another_version_stay_in_the_pool(store, there):
     assert key_of(first, "large") in store.values and key_of(second, "large") in store.values
 
 
+def test_the_pool_keeps_weights_of_versions_that_are_in_slots_alone(store, here, there):
+    """Each update left a whole model in the pool, until no KV had room there."""
+    published(store, here, 1)  # of a node that is gone
+    sources = [published(store, there, version) for version in (4, 5, 55, 56)]
+    assert sorted({int(key.split("/")[1]) for key in store.values}) == [55, 56]
+    store.values["tailrace-0123456789abcdef@00"] = b"KV"
+    assert pull(sources[-1], CONFIG, "app", here) == slot_of(sources[-1], here)
+    put(sources[-2], slot_of(sources[-2], there), ENDPOINT)
+    published(store, there, 57)
+    assert sorted({key.split("/")[1] for key in store.values if "/" in key}) == ["56", "57"]
+    assert store.values["tailrace-0123456789abcdef@00"] == b"KV"
+
+
 @pytest.mark.parametrize("full", ["model-00000", "large#2", "weights/7/model.a"])
 def test_weights_that_do_not_fit_are_refused_by_name_and_not_listed(store, there, full):
     source, folder = staged(there)
