@@ -168,7 +168,11 @@ def _files(folder: str) -> list[Path]:
             raise ValueError(f"{called(folder)}: no slot of this node holds them")
         return sorted(slot.glob("*.safetensors"))
     index = Path(folder) / "model.safetensors.index.json"
-    if not index.parent.is_dir():
+    try:
+        is_there = index.parent.is_dir()
+    except OSError as error:  # it may not be looked at, or its name is too long
+        raise ValueError(f"{called(folder)}: cannot be read: {one_line(error)}") from error
+    if not is_there:
         raise ValueError(f"{called(folder)}: no such folder on this machine")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None

@@ -225,3 +225,17 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
 def test_a_folder_without_weights_has_no_digest(tmp_path):
     with pytest.raises(ValueError, match="no such folder on this machine"):
         weights_digest(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/x"), OSError(36, "File name too long")])
+def test_a_folder_that_may_not_be_looked_at_is_refused_and_raises_in_no_rank(loaded, monkeypatch, error):
+    """Of several ranks, vLLM reads the answers up to the first that raises, and gives the others to the next call."""
+
+    def is_dir(path):
+        raise error
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    words = f"weights folder /x/y: cannot be read: {type(error).__name__}: {error}"
+    assert refusal("/x/y", loaded, LAYERS) == words
+    with pytest.raises(ValueError, match=re.escape(words)):
+        weights_digest("/x/y")
