@@ -47,8 +47,13 @@ def misfit(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     try:
         json.loads((Path(folder) / CONFIG).read_text())["r"]
         header, _ = read_header(Path(folder) / TENSORS)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _unlike(folder, header, shapes)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         return f"adapter folder {folder}: not in PEFT's form: {error!r}"
+
+
+def _unlike(folder: str, header: Mapping[str, dict], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns `misfit` of a header. Raises LookupError or TypeError for entries of another form."""
     for name, entry in header.items():
         if name == "__metadata__":
             continue

@@ -92,6 +92,14 @@ def test_every_tensor_is_looked_at_though_others_are_unknown(tmp_path):
     assert misfit(folder, {"layer.weight": (20, 20)}) is None
 
 
+@pytest.mark.parametrize("entry", [{"shape": [4]}, {"shape": []}, {}, [], None])
+def test_a_tensor_of_another_form_is_named_and_raises_in_no_rank(tmp_path, entry):
+    """Of several ranks, vLLM reads the answers up to the first that raises, and gives the others to the next call."""
+    header = json.dumps({"base_model.model.layer.lora_A.weight": entry}).encode()
+    folder = write(tmp_path / "a", len(header).to_bytes(8, "little") + header)
+    assert misfit(folder, {"layer.weight": (20, 10)}).startswith(f"adapter folder {folder}: not in PEFT's form: ")
+
+
 def test_a_file_that_is_cut_is_no_adapter(tmp_path):
     assert "not in PEFT's form" in misfit(write(tmp_path / "a", b"\1"), {})
 
