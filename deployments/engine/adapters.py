@@ -6,7 +6,7 @@ the content that its digest names, or is refused. Owned by the stepper.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
@@ -17,10 +17,12 @@ OFF = "the service takes no adapters; give its engine vllm_args: {enable_lora: t
 
 
 class Adapters:
-    """`engine`: vLLM's LLMEngine with our workers. The `max_cpu_loras` adapters used last stay loaded."""
+    """`engine`: vLLM's LLMEngine with our workers. The `max_cpu_loras` adapters used last stay loaded. `asleep`:
+    returns whether the memory of the weights is given back, and on a GPU with it that of the adapters that run.
+    """
 
-    def __init__(self, engine):
-        self._engine, config = engine, engine.vllm_config.lora_config
+    def __init__(self, engine, asleep: Callable[[], bool] = lambda: False):
+        self._engine, self._asleep, config = engine, asleep, engine.vllm_config.lora_config
         self.slots, self._capacity = (config.max_loras, config.max_cpu_loras) if config else (0, 0)
         self._numbers: dict[str, int] = {}  # numbers of loaded adapters, by digest, least recently used first
         self._made = 0
@@ -39,7 +41,8 @@ class Adapters:
         return LoRARequest(adapter.digest, self._numbers[adapter.digest], adapter.digest)
 
     def load(self, path: str, digest: str | None = None) -> str:
-        """Loads a folder's adapter, unless its content is loaded. Returns its digest.
+        """Loads a folder's adapter, unless its content is loaded, or the engine sleeps: then the first chunk that has
+        it does. Returns its digest.
 
         `digest`: the intended content's digest. Raises AdapterRefused, one line; nothing has been loaded then, but an
         unused adapter may have been dropped to make room.
@@ -51,6 +54,8 @@ class Adapters:
             if digest not in (None, found):
                 raise AdapterRefused(f"{path} holds another content by now ({found}) than the adapter's ({digest})")
             digest = found
+        if self._asleep():
+            return digest
         number = self._numbers.pop(digest, None)
         self._numbers[digest] = self._read(path, digest) if number is None else number
         return digest

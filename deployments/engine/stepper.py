@@ -21,7 +21,7 @@ from tailrace.deployments.engine.recovery import Recovery
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
 from tailrace.deployments.engine.step_pace import StepDone, StepPace
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import WEIGHTS, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.errors import RequestRefused, one_line
 from tailrace.deployments.vllm_exact.async_scheduling import DEPTH
@@ -60,7 +60,7 @@ class Stepper:
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not returned by `step` yet
         self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
-        self.adapters = Adapters(self._engine)
+        self.adapters = Adapters(self._engine, lambda: WEIGHTS in self.weights.asleep)
         exact = config.close_call_tolerance, config.redraw_close_calls
         self._requests = Requests(self._engine, *exact, self.adapters.request)
         if self._requests.eos_token_id is None:

@@ -208,6 +208,18 @@ def test_a_loaded_content_outlives_its_folder(made, tmp_path):
     adapters.take(chunk(a))
 
 
+def test_an_engine_that_sleeps_loads_an_adapter_with_the_first_chunk_that_has_it(made):
+    """On a GPU the memory of its layers is given back with that of the weights: the load ended the engine."""
+    engine, sleeps = Engine(1, 2), [True]
+    adapters, a = Adapters(engine, lambda: sleeps[0]), made("a")
+    assert adapters.load(a.path) == a.digest and not engine.held
+    with pytest.raises(AdapterRefused, match="give an absolute path"):
+        adapters.load("a")
+    sleeps[0] = False
+    adapters.take(chunk(a))
+    assert list(engine.held.values()) == [a.path] and engine.loads[a.path] == 1
+
+
 def test_a_rank_that_cannot_load_refuses_for_all(made):
     engine, a = Engine(1, 2), made("a")
     engine.bad.add(a.path)

@@ -11,7 +11,7 @@ from test_engine_parts import chunk_of, letters, text_of
 from tailrace.deployments.engine import engine_weights, redraws, stepper
 from tailrace.deployments.engine.step_outputs import StepOutput
 from tailrace.deployments.engine.stepper import Stepper
-from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, KvPlan
+from tailrace.deployments.messages.chunk import KV_CACHE, STEP_BOUNDS_S, TAGS, KvPlan
 from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
@@ -223,6 +223,16 @@ def test_an_engine_starts_warm_with_an_empty_cache_and_refuses_a_model_without_a
     monkeypatch.setattr(Requests, "eos_token_id", None)
     with pytest.raises(ValueError, match="model m: its tokenizer names no end-of-sequence token"):
         made()
+
+
+def test_an_adapter_is_put_into_memory_that_is_there_alone(engine, tmp_path):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes(b"{}")
+    engine.vllm_config.lora_config = SimpleNamespace(max_loras=1, max_cpu_loras=2)
+    one = made()
+    for one.weights.asleep, loads in ((TAGS, 0), ((KV_CACHE,), 1)):
+        one.adapters.load(str(tmp_path))
+        assert len(engine.named("hold_adapter")) == loads
 
 
 def test_chunks_end_with_their_own_tokens_and_times(engine):
