@@ -71,7 +71,7 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         model = await service.model(request.model)
         bound, context = request.max_tokens, model.max_model_len
         check_bound("max_tokens", bound, context)
-        prompts = request.prompts(model.prompts)
+        prompts = await asyncio.to_thread(request.prompts, model.prompts)
         await check_prompts(prompts, model.prompts, context)
         wanted = Wanted(prompts, request.n, bound, request.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, request.seed)

@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import threading
 import tracemalloc
 from base64 import b64encode
+from types import SimpleNamespace
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import ValidationError
 
 from tailrace.app.gateway.access_control import AccessControl, read_tokens
@@ -17,7 +21,8 @@ from tailrace.app.gateway.edge.json_body import MAX_DEPTH, fault_of
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
-from tailrace.app.gateway.tokenizing import Detokenized
+from tailrace.app.gateway.routes import _add_generation
+from tailrace.app.gateway.tokenizing import Detokenized, add_tokenizing
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import SampleResult
 from tailrace.deployments.messages.session import MAX_INDEX
@@ -226,6 +231,52 @@ class SimulatedText:
 
     def decode(self, token_ids, special: bool = False) -> str:
         return " ".join(map(str, token_ids))
+
+
+class ReadOnThreads:
+    """A tokenizer of characters that is never called on the event loop's thread."""
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        assert threading.current_thread() is not threading.main_thread()
+        return list(map(ord, text))
+
+    def decode(self, token_ids, special: bool = False) -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        return "".join(map(chr, token_ids))
+
+    def name(self, token: int) -> str:
+        return f"<{chr(token)}>"
+
+    def foreign(self, token_ids) -> None:
+        return None
+
+
+def test_a_long_text_stops_no_other_request_of_the_gateway():
+    """The event loop encoded it itself: for a text of 10 MB longer than the lease of all open requests."""
+    wanted = []
+
+    class Service:
+        async def model(self, name=None):
+            return SimpleNamespace(prompts=ReadOnThreads(), max_model_len=99, adapter=None)
+
+        async def generate(self, role, asked, naming):
+            wanted.append(asked.prompts)
+            raise ZeroDivisionError
+
+    async def story():
+        app = FastAPI()
+        add_tokenizing(app, Service())
+        _add_generation(app, Service(), GatewayConfig())
+        transport = httpx.ASGITransport(AccessControl(app, GatewayConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            found = (await http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})).json()
+            assert found == {"count": 2, "max_model_len": 99, "tokens": [97, 98], "token_strs": ["<a>", "<b>"]}
+            assert (await http.post("/detokenize", json={"tokens": [97, 98]})).json() == {"prompt": "ab"}
+            with pytest.raises(ZeroDivisionError):
+                await http.post("/v1/completions", json={"prompt": "ab", "add_special_tokens": False})
+        assert wanted == [[{"token_ids": (97, 98)}]]
+
+    asyncio.run(story())
 
 
 def test_errors_are_one_line_of_text_and_name_the_field():

@@ -59,7 +59,7 @@ class Harness:
     async def complete(self, http: Request, turn: TurnInProgress, request: CompletionRequest) -> Response:
         """Makes a turn of a prompt without messages. Raises ValueError, one line, for a text after the first turn."""
         model = await self._model(turn, request.n)
-        prompts = request.prompts(model.prompts)
+        prompts = await asyncio.to_thread(request.prompts, model.prompts)
         if len(prompts) != 1:
             raise ValueError(f"prompt: {len(prompts)} prompts; a turn of a trajectory has one, so ask for each")
         token_ids = prompts[0].get("token_ids")
