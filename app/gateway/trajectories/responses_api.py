@@ -86,6 +86,7 @@ class TurnResponse:
 
     def __init__(self, asked: ResponsesRequest, turn: TurnInProgress):
         self._asked, self._turn, self._created_s = asked, turn, int(time.time())
+        self._number = 0  # of the next event
 
     def whole(self, completion: dict) -> dict:
         """Returns a whole answer. `completion`: the same as a chat completion."""
@@ -93,14 +94,18 @@ class TurnResponse:
 
     def streamed(self, events: AsyncIterator[dict]) -> NamedEventStream:
         """Returns the events of a streamed answer. `events`: those of the chat completion."""
-        return NamedEventStream(self._numbered(events), lambda error: {"type": "error"} | error_of(error)[0]["error"])
+        return NamedEventStream(self._numbered(events), self._error)
 
     async def _numbered(self, events: AsyncIterator[dict]) -> AsyncIterator[dict]:
-        number = 0
         async for event in self._events(events):
-            event["sequence_number"] = number
-            number += 1
+            event["sequence_number"] = self._number
+            self._number += 1
             yield event
+
+    def _error(self, error: Exception) -> dict:
+        found = error_of(error)[0]["error"]
+        about = {"code": found["type"], "message": found["message"], "param": found["param"]}
+        return {"type": "error", "sequence_number": self._number} | about
 
     async def _events(self, events: AsyncIterator[dict]) -> AsyncIterator[dict]:
         begun = self._response("in_progress", [], None)

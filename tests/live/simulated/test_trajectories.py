@@ -1,6 +1,7 @@
 """Trajectories over the simulated cluster: unmodified clients with a base URL and a key alone, and their rows."""
 
 import asyncio
+import json
 from itertools import product
 
 import anthropic
@@ -9,6 +10,7 @@ import httpx2
 import openai
 import pytest
 from chatting_prompts import ChattingPrompts
+from openai.types.responses import ResponseErrorEvent
 from virtual_cluster import play as play_on
 
 from tailrace.app.gateway.gateway_config import GatewayConfig
@@ -387,6 +389,26 @@ def test_a_response_s_id_is_the_gateway_s_own(play):
         assert body["turns"] == 3 and len(body["rows"]) == 1
 
     play(story)
+
+
+def test_a_response_that_breaks_off_ends_in_an_error_event(play):
+    """Its type was that of the error, which is no event of OpenAI's, so that clients saw an end without a reason."""
+
+    async def story(cluster, http, other):
+        trajectory = await opened(http)
+        asked = {"model": "gpt", "input": "5", "max_output_tokens": 400, "stream": True}
+        headers = {"Authorization": f"Bearer {trajectory['api_key']}"}
+        asking = asyncio.ensure_future(http.post(f"{trajectory['base_url']}/responses", json=asked, headers=headers))
+        await asyncio.sleep(3.0)
+        await rewarded(other, trajectory)
+        lines = (await asking).text.split("\n\n")[:-1]
+        events = [json.loads(line.partition("\ndata: ")[2]) for line in lines]
+        assert [one["sequence_number"] for one in events] == list(range(len(lines))) and len(lines) > 3
+        last = ResponseErrorEvent.model_validate(events[-1], strict=True)
+        assert lines[-1].startswith("event: error\n") and last.code == "NotFoundError"
+        assert last.message.startswith("trajectory ") and last.message.endswith("it has ended")
+
+    play(story, mean_tokens=10_000)
 
 
 def test_groups_come_whole_and_a_harness_s_error_is_its_trajectory_s_alone(play):
