@@ -41,6 +41,9 @@ RAW = {"content-type": "application/octet-stream"}
 AGAIN_S = (1.0, 4.0, 15.0)
 """Pauses before an upload is sent again, or the end is asked for again, if the connection breaks."""
 
+FULL_S, FULL_PAUSE_S = 600.0, 1.0
+"""Maximum seconds for which a gateway that is full, and has done nothing yet, is asked again; and between two tries."""
+
 CONNECTIONS = 8
 """Maximum uploads of a rank at a time, so that a far gateway's answers are not waited for in turn."""
 
@@ -174,8 +177,10 @@ def _insist(http: httpx.Client, *call, **request) -> dict:
 
 def _ask(http: httpx.Client, method: str, path: str, **request) -> dict:
     """See `_call`. `request`: its body, and what httpx calls the rest."""
+    until_s = time.monotonic() + FULL_S
     try:
-        answer = http.request(method, path, **request)
+        while (answer := http.request(method, path, **request)).status_code == 429 and time.monotonic() < until_s:
+            time.sleep(FULL_PAUSE_S)
     except httpx.TransportError as error:
         raise ConnectionError(f"{http.base_url}: {one_line(error)}") from error
     if answer.is_success:

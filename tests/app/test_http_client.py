@@ -31,6 +31,8 @@ from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
 from tailrace.app.http.samples import GatewaySamples
 from tailrace.app.http.weights_answer import told
+from tailrace.app.weights import over_http
+from tailrace.app.weights.over_http import HttpWeights
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams, WeightsLoaded
 from tailrace.http import Client
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
@@ -451,3 +453,16 @@ def test_at_most_max_open_requests_are_open_and_connections_are_used_again(gatew
         return len([answer async for answer in session.samples()])
 
     assert asyncio.run(story()) == 200 and most == len(made) == 5
+
+
+def test_a_full_gateway_ends_no_version_of_a_trainer_s_weights(monkeypatch):
+    """One answer 429 ended the version for all ranks."""
+    answers = [refusal(429, "2000 requests are open")] * 2 + [httpx.Response(200, json={"weight_version": "7"})]
+    weights = HttpWeights("http://gateway")
+    weights._gateway["transport"] = httpx.MockTransport(lambda request: answers.pop(0))
+    monkeypatch.setattr(over_http, "FULL_PAUSE_S", 0.001)
+    assert weights.next_version_blocking() == 7
+    monkeypatch.setattr(over_http, "FULL_S", 0.0)
+    answers.append(refusal(429, "2000 requests are open"))
+    with pytest.raises(WeightsRejected, match="2000 requests are open"):
+        weights.next_version_blocking()
