@@ -39,6 +39,8 @@ def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
     """Returns route and body for `samples` samples of a group's prompt."""
     if group.forced_token_ids is not None:
         raise ValueError("forced_token_ids: HTTP does not carry it; connect by Ray to replay recorded answers")
+    if group.prediction is not None:
+        raise ValueError("prediction: HTTP does not carry it; remove it, or connect by Ray")
     if group.features is not None:
         raise ValueError("features: this client does not carry them; ask /inference/v1/generate, or connect by Ray")
     if group.sampling.wants_more:

@@ -321,7 +321,10 @@ def test_what_http_does_not_carry_is_refused_in_one_line(gateway):
         with pytest.raises(ValueError, match="HTTP does not carry it"):
             list(client.rollout_blocking(batch(**settings)))
     forced = PromptGroup(prompt_id="f", token_ids=(1,), samples=1, forced_token_ids=((1,),))
-    for group, reason in ((forced, "forced_token_ids"), (PromptGroup(prompt_id="a\nb", text="a"), "printable")):
+    predicted = PromptGroup(prompt_id="p", text="a", prediction={"number": 9, "quality": 0.5})  # was ignored
+    unprintable = PromptGroup(prompt_id="a\nb", text="a")
+    refused = (forced, "forced_token_ids"), (predicted, "prediction: HTTP"), (unprintable, "printable")
+    for group, reason in refused:
         with pytest.raises(ValueError, match=reason):
             list(client.rollout_blocking(batch(groups=(group,))))
     session = client.open()
