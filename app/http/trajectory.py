@@ -1,8 +1,11 @@
 """A trajectory of an agent, by the gateway's routes: what a harness needs, and the training rows of its turns."""
 
+from contextlib import suppress
+
 from pydantic import BaseModel, ConfigDict
 
 from tailrace.app.calls.blocking import blocking
+from tailrace.app.calls.refused import RolloutRejected
 from tailrace.app.http.gateway_connection import GatewayConnection
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.results.routed_experts import RoutedExperts
@@ -83,7 +86,9 @@ class CapturedTrajectory:
     reward_blocking = blocking(reward)
 
     async def close(self) -> TrajectoryRows | None:
-        """Ends the trajectory without a reward. Returns its rows, or None if it has ended."""
+        """Ends the trajectory without a reward. Returns its rows, or None if it was ended here. Raises PermissionError
+        or ValueError if it has ended elsewhere.
+        """
         if self._is_ended:
             return None
         found = await self._ask("DELETE", "")
@@ -96,7 +101,8 @@ class CapturedTrajectory:
         return self
 
     async def __aexit__(self, *error) -> None:
-        await self.close()
+        with suppress(PermissionError, RolloutRejected):  # it has ended: by its limit of seconds, or by who has its key
+            await self.close()
 
     async def _ask(self, method: str, path: str, body: dict | None = None) -> TrajectoryRows:
         key = {"authorization": f"Bearer {self.api_key}".encode()}

@@ -469,3 +469,22 @@ def test_a_full_gateway_ends_no_version_of_a_trainer_s_weights(monkeypatch):
     answers.append(refusal(429, "2000 requests are open"))
     with pytest.raises(WeightsRejected, match="2000 requests are open"):
         weights.next_version_blocking()
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_leaving_a_trajectory_that_has_ended_elsewhere_is_no_error(status):
+    """Its limit of seconds, or who has its key, had ended it; then the way out hid the error of the block, too."""
+    opened = {"id": "a", "base_url": "http://gateway/v1/trajectories/a", "api_key": "k"}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=opened) if request.url.path == "/v1/trajectories" else refusal(status, "ended")
+
+    async def story():
+        client = Client("http://gateway", transport=httpx.MockTransport(answer))
+        with pytest.raises(ZeroDivisionError):
+            async with await client.trajectory() as trajectory:
+                raise ZeroDivisionError
+        with pytest.raises((PermissionError, RolloutRejected), match="ended"):
+            await trajectory.close()
+
+    asyncio.run(story())
