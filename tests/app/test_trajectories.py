@@ -76,6 +76,17 @@ def test_the_same_prompt_again_is_another_sample_also_while_the_first_is_open(tr
     assert tree.begin([1], ()).turn == AGAIN, "a request that has gone leaves nothing"
 
 
+def test_a_prompt_again_is_another_sample_also_after_one_of_its_requests_has_left(tree):
+    """It got the answer of the request that had stayed, as its own."""
+    left, stays = tree.begin([1], ()), tree.begin([1], ())
+    del left
+    assert tree.begin([1], ()).turn == 0, "while the other one is open"
+    tree.add([turn_of(stays, [2])])
+    assert stays.turn == AGAIN and tree.begin([1], ()).turn == 0, "once it has ended, and is a turn"
+    tree.add([turn_of(tree.begin([1], ()), [3])])
+    assert tree.begin([1], ()).turn == AGAIN * 2
+
+
 def routes(*first: int) -> RoutedExperts:
     """One layer, two experts."""
     return RoutedExperts(np.array([[[one, one + 1]] for one in first], np.uint8))

@@ -7,6 +7,7 @@ it is the root of a branch if there is none. Invariant: the tree only grows, and
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count
 from weakref import WeakSet
 
 import numpy as np
@@ -146,12 +147,16 @@ class TrajectoryTree:
         return best
 
     def _turn(self, parent: int | None, prompt: np.ndarray, images: Sequence[PromptImage]) -> int:
-        """Returns the turn of the key: its place in its line, and how often this prompt was there before."""
-        turns, begun = [self.turns[child] for child in self._children[parent]], self.begun
-        others = [(one.prompt_token_ids, one.images) for one in turns]
-        others += [(one.prompt, one.images) for one in begun if one.parent == parent]
+        """Returns the turn of the key: its place in its line, and the lowest number that no other sample of this prompt
+        has.
+        """
+        turns = [self.turns[child] for child in self._children[parent]]
+        others = [(one.turn, one.prompt_token_ids, one.images) for one in turns]
+        others += [(one.turn, one.prompt, one.images) for one in self.begun if one.parent == parent]
         places = _places(images)
-        again = sum(np.array_equal(np.asarray(one), prompt) and _places(of) == places for one, of in others)
+        same = [turn for turn, one, of in others if np.array_equal(np.asarray(one), prompt) and _places(of) == places]
+        taken = {turn // AGAIN for turn in same}
+        again = next(number for number in count() if number not in taken)
         return AGAIN * again + (0 if parent is None else self._depths[parent] + 1)
 
     def _reencoded(self, parent: int | None, messages: Iterable[bytes]) -> int:
