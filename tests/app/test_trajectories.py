@@ -15,11 +15,13 @@ from tailrace.app.gateway.trajectories.requests import OpenRequest
 from tailrace.app.gateway.trajectories.rows import rows_of, trajectory_body
 from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
 from tailrace.app.gateway.trajectories.tree import AGAIN, TrajectoryTree
+from tailrace.app.gateway.trajectories.turn import TurnInProgress
 from tailrace.deployments.batches import trajectories as book
 from tailrace.deployments.messages.roles import Role
-from tailrace.deployments.messages.rollout import BatchSettings, Rejected
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected, SampleResult
 from tailrace.deployments.messages.trajectory import PromptImage, StoredResponse, TrajectoryOpening, TrajectoryTurn
 from tailrace.deployments.results.routed_experts import RoutedExperts
+from tailrace.policies.protocol.actions import SampleEnd
 
 
 def opening(name: str = "a" * 32, **limits) -> TrajectoryOpening:
@@ -85,6 +87,23 @@ def test_a_prompt_again_is_another_sample_also_after_one_of_its_requests_has_lef
     assert stays.turn == AGAIN and tree.begin([1], ()).turn == 0, "once it has ended, and is a turn"
     tree.add([turn_of(tree.begin([1], ()), [3])])
     assert tree.begin([1], ()).turn == AGAIN * 2
+
+
+def test_an_equal_prompt_is_another_sample_while_the_first_one_s_turn_is_recorded(tree):
+    """It got the same key, and so the same answer."""
+    sample = SampleResult(
+        sample_index=0, token_ids=(2,), text="", logprobs=(-1.0,), raw_logprobs=(), finish_reason=SampleEnd.STOP
+    )
+    others = []
+
+    async def record(turn):
+        others.append(tree.begin([1], ()).turn)
+        tree.add([turn])
+
+    turn = TurnInProgress(tree, record)
+    turn.begin([1], None)
+    asyncio.run(turn.end(SimpleNamespace(sample=sample, prompt_key="k")))
+    assert others == [AGAIN] and not tree.begun and len(tree.turns) == 1
 
 
 def routes(*first: int) -> RoutedExperts:

@@ -74,7 +74,6 @@ class TurnInProgress:
     async def end(self, answer: SampleAnswer) -> None:
         """Records the turn. Raises UnknownTrajectory if the trajectory has ended meanwhile."""
         begun, sample, stored = self._begun, answer.sample, self._stored
-        self.tree.begun.discard(begun)
         if stored is not None:
             stored = stored.model_copy(update={"messages": json.dumps([*self._added, self.answer])})
         turn = TrajectoryTurn(
@@ -96,6 +95,7 @@ class TurnInProgress:
             images=begun.images,
         )
         await self._record(turn)
+        self.tree.begun.discard(begun)  # not before: an equal prompt would get its key meanwhile
 
     def _tool(self) -> str:
         """Returns the name of the first tool that the answer calls, or an empty one."""
