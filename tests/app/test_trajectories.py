@@ -178,6 +178,19 @@ def test_requests_in_progress_count_for_the_limit_of_turns():
     assert len(held) == 2
 
 
+def test_requests_in_progress_count_for_the_limit_of_branches():
+    """Any number of calls at once passed it."""
+    tree = TrajectoryTree(opening(branches=2), "epoch")
+    held = [tree.begin([number], ()) for number in range(3)]
+    with pytest.raises(ValueError, match=r"limits\.branches"):
+        tree.begin([9], ())
+    tree.begun.discard(held[0])
+    tree.add([turn_of(held[0], [5])])
+    assert tree.begin([0, 5, 1], ()).parent == 0, "it goes on"
+    with pytest.raises(ValueError, match=r"limits\.branches"):
+        tree.begin([9], ())
+
+
 def test_messages_of_stored_responses_are_those_of_the_chain(tree):
     for number, previous in enumerate((None, "r0", "r1")):
         messages = f'[{{"role": "user", "content": "{number}"}}]'

@@ -172,8 +172,9 @@ class TrajectoryTree:
         kept = sum(len(image.sent) for turn in (*self.turns, *self.begun, begun) for image in turn.images)
         if kept > limits.image_bytes:
             raise ValueError(f"limits.image_bytes: the trajectory's images have {kept} bytes of {limits.image_bytes}")
-        siblings = [*self._children[begun.parent], *(one for one in self.begun if one.parent == begun.parent)]
-        if siblings and self.branches >= limits.branches:
+        lines = Counter({parent: len(children) for parent, children in self._children.items() if children})
+        lines.update(one.parent for one in self.begun)
+        if lines[begun.parent] and sum(lines.values()) - len(lines) >= limits.branches:
             raise ValueError(f"limits.branches: {name} {limits.branches} branches")
 
 
