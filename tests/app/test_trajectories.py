@@ -400,6 +400,26 @@ def test_a_trajectory_whose_coordinator_is_lost_as_it_ends_has_its_rows(calls):
     asyncio.run(story())
 
 
+def test_a_turn_of_another_gateway_that_is_recorded_as_a_trajectory_ends_is_in_its_rows(calls):
+    """It was lost, though its answer had reached the harness."""
+
+    async def story():
+        one, other = gateway(calls), gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest())
+        await turned(one, name, [1], [2])
+        end = calls.end
+
+        async def ends(*arguments):
+            await turned(other, name, [1, 2, 3], [4])
+            return await end(*arguments)
+
+        calls.end = ends
+        ended = await one.end(Role.EVALUATOR, name, 1.0)
+        assert [row["token_ids"] for row in rows_of(ended)] == [[1, 2, 3, 4]]
+
+    asyncio.run(story())
+
+
 def test_a_turn_in_flight_finds_its_place_in_a_tree_that_lacks_its_parent(calls):
     async def story():
         one, other = gateway(calls), gateway(calls)

@@ -88,6 +88,8 @@ class GatewayTrajectories:
         self._known.pop(name, None)
         if state.opening is None:
             raise UnknownTrajectory(f"trajectory {name}: it has ended")
+        if state.epoch == tree.epoch:
+            tree.add(state.turns[len(tree.turns) :])  # those that another gateway has recorded since
         return tree
 
     async def _read(self, role: Role, name: str) -> KnownTrajectory:
