@@ -31,7 +31,9 @@ def settings_of(config: TrainConfig, checkpoints: str) -> dict[str, Any]:
         "disable_dropout": True,  # a gradient is a function of weights and samples
         "vllm_importance_sampling_correction": False,
         "ignore_data_skip": True,
+        "logging_strategy": "steps",  # a row of the ledger is made from each log
         "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # else a loss of NaN is logged as 0
         "save_strategy": "steps",
         "save_steps": config.checkpoint_every,
         "disable_tqdm": True,

@@ -12,6 +12,8 @@ from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.record.stored_groups import StoredGroups, stored_groups
 from tailrace.app.train.train_config import read_train_config
+from tailrace.app.train.trl_keys import OURS
+from tailrace.app.train.trl_settings import settings_of
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 
 SMALL = "task: {name: gcd}\nsteps: 3\n"
@@ -69,6 +71,13 @@ def test_a_bad_configuration_is_one_line_with_its_key(tmp_path, text, fault):
     with pytest.raises(BadInput, match=fault) as error:
         config_of(tmp_path, text)
     assert "\n" not in str(error.value.message)
+
+
+def test_what_a_run_sets_no_file_may_set_and_each_step_is_logged_with_its_own_loss(tmp_path):
+    settings = settings_of(config_of(tmp_path), "checkpoints")
+    assert settings.keys() == set(OURS)
+    every_step = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
+    assert settings.items() >= every_step.items(), "the ledger is made from the log; the filter writes NaN as 0"
 
 
 def test_a_folder_takes_one_run_whose_length_may_change(tmp_path):
