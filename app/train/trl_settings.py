@@ -25,6 +25,8 @@ def settings_of(config: TrainConfig, checkpoints: str) -> dict[str, Any]:
         "top_p": config.sampling.top_p,
         "top_k": config.sampling.top_k,
         "min_p": config.sampling.min_p or None,
+        "repetition_penalty": 1.0,  # the service samples without, and without those of `generation_kwargs`
+        "generation_kwargs": None,
         "learning_rate": config.learning_rate,
         "seed": config.seed,
         "use_vllm": False,

@@ -169,6 +169,7 @@ def test_the_engines_own_arguments_are_those_that_are_refused():
         ("{beta: x}", "trl.beta: float is"),
         ("{temperature: 1}", "trl.temperature: the run sets it itself"),
         ("{logging_strategy: 'no'}", "trl.logging_strategy: the run sets it itself"),
+        ("{repetition_penalty: 1.2}", "trl.repetition_penalty: the run sets it itself"),
         ("{num_iterations: 2}", "trl.num_iterations: 2: a step"),
         ("{max_grad_norm: 1:30}", "trl.max_grad_norm: float is needed"),
         ("x", "trl: Input should be a valid dict"),
