@@ -63,9 +63,7 @@ def train(
     order: Order = by_expected_length,
 ) -> TrainingResult:
     """Trains to `config.steps`, counted over all starts. Raises BadInput for settings that TRL does not accept."""
-    begun, checkpoint = folder.last_checkpoint() or (0, None)
-    for file in (folder.ledger, folder.accuracies, folder.sent):
-        file.truncate_after(begun)
+    begun, checkpoint = folder.resume()
     if begun < config.steps:
         run = _Run(client=client, config=config, task=task, folder=folder, say=say, order=order)
         try:

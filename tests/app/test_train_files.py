@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from tailrace.app.errors import BadInput
+from tailrace.app.train.record.accuracy import Accuracy, Mean
 from tailrace.app.train.record.ledger import LedgerRow, Seconds, Staleness
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
@@ -106,6 +107,20 @@ def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path):
     for step in (9, 10):
         (folder.checkpoints / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     assert folder.last_checkpoint() == (10, folder.checkpoints / "checkpoint-10")
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint_has_its_first_accuracy_once(tmp_path):
+    zero = Mean(value=0.0, standard_error=0.0)
+    for _ in range(2):
+        folder = RunFolder(tmp_path / "run", config_of(tmp_path))
+        assert folder.resume() == (0, None)
+        folder.accuracies.append(Accuracy(step=0, questions=1, samples=0, greedy=zero, sampled=None))
+    assert [row.step for row in folder.accuracies.rows] == [0]
+    checkpoint = folder.checkpoints / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text("{}")
+    folder.accuracies.append(Accuracy(step=4, questions=1, samples=0, greedy=zero, sampled=None))
+    assert folder.resume() == (3, checkpoint) and [row.step for row in folder.accuracies.rows] == [0]
 
 
 def batch_of(*prompt_ids):

@@ -75,6 +75,15 @@ class RunFolder:
         part.write_text(json.dumps(wanted, indent=2) + "\n")
         part.replace(file)
 
+    def resume(self) -> tuple[int, Path | None]:
+        """Drops the rows of what is done again: those after the last checkpoint, or all if there is none. Returns the
+        checkpoint's step, 0 without one, and its folder.
+        """
+        begun, checkpoint = self.last_checkpoint() or (0, None)
+        for file in (self.ledger, self.accuracies, self.sent):
+            file.truncate_after(-1 if checkpoint is None else begun)
+        return begun, checkpoint
+
     def last_checkpoint(self) -> tuple[int, Path] | None:
         """Returns the step and folder of the newest whole checkpoint, or None. The trainer's state is written last."""
         found = [
