@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from first_ended import FirstEnded
 
-from tailrace.app.train.feed import group_feed
+from tailrace.app.train.feed import group_feed, running_step
 from tailrace.app.train.feed.group_feed import GroupFeed
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
@@ -135,6 +135,24 @@ def test_a_run_that_continues_trains_on_the_rest_and_counts_from_its_step():
     rest = trained(feed, 9)
     assert sorted([*done, *(one for step in rest for one in step)]) == sorted(feed.lengths)
     assert all(step - feed.begun[one] <= 2 for step, taken in enumerate(rest, 9) for one in taken)
+
+
+def test_samples_that_are_on_their_way_to_the_service_end_with_the_run(monkeypatch):
+    monkeypatch.setattr(running_step, "CANCEL_S", 0.01)
+    ended, cancels = Event(), []
+
+    def roll_out(batch):
+        assert ended.wait(10), "the whole batch was made, and the run waited for it"
+        yield from ()
+
+    def cancel(batch_id):
+        cancels.append(batch_id)
+        if len(cancels) == 2:  # the service knows the batch from here on
+            ended.set()
+
+    batch = RolloutBatch(batch_id="b", groups=prompts(0))
+    running_step.RunningStep(batch, roll_out, on_group=None, cancel=cancel, updates=None).stop()
+    assert cancels == ["b", "b"]
 
 
 def test_an_error_of_a_rollout_ends_the_wait():

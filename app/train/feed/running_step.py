@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from tailrace.app.trl.step_rollout import check_answered
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 
+CANCEL_S = 1.0
+"""Seconds after which `stop` cancels again: a batch that is on its way to the service is unknown there at first."""
+
 
 class RunningStep:
     """Starts at once. `roll_out`: yields the groups of a batch; `on_group`: called with each, on the thread.
@@ -65,9 +68,9 @@ class RunningStep:
 
     def stop(self) -> None:
         """Ends the batch, if it is not over. Its groups are lost."""
-        if not self.is_over:
+        while not self.is_over:
             self._cancel(self.batch.batch_id)
-            self._thread.join()
+            self._thread.join(CANCEL_S)
 
     def _run(self) -> None:
         error = None
