@@ -218,7 +218,7 @@ class _Run:
             return
         if lookahead_of(self._config.mode, self._config.max_staleness).drains:
             self._feed.settle()  # samples in flight must have one version
-        self._feed.send_weights()
+        self._feed.send_weights(step)
         held_out = HeldOut(
             self._client,
             self._pool,

@@ -137,6 +137,16 @@ def test_a_run_that_continues_trains_on_the_rest_and_counts_from_its_step():
     assert all(step - feed.begun[one] <= 2 for step, taken in enumerate(rest, 9) for one in taken)
 
 
+def test_a_group_that_ends_during_an_evaluation_ends_under_the_weights_that_are_evaluated():
+    feed = Clocked(lengths_of(0))
+    trained(feed, last=1)
+    feed.send_weights(1)  # of the evaluation after the first step
+    ended = len(feed.ended_at)
+    feed._look(60.0)
+    assert list(feed.ended_at.values())[ended:] == [1]
+    feed.close()
+
+
 def test_samples_that_are_on_their_way_to_the_service_end_with_the_run(monkeypatch):
     monkeypatch.setattr(running_step, "CANCEL_S", 0.01)
     ended, cancels = Event(), []

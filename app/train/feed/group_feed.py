@@ -61,8 +61,8 @@ class GroupFeed(StepFeed):
 
     def begin(self, step: int) -> TakenGroups:
         """Sends the trainer's weights, and begins the groups that may begin now. Returns the step's groups."""
-        self.send_weights()
-        self._updates, self._taken = step, TakenGroups()
+        self.send_weights(step)
+        self._taken = TakenGroups()
         self._begin_groups()
         return self._taken
 

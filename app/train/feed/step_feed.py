@@ -57,8 +57,7 @@ class StepFeed:
         """Sends the trainer's weights, starts all that may start, and returns the step's samples."""
         if self._lookahead.drains:
             self.settle()
-        self.send_weights()
-        self._updates = step
+        self.send_weights(step)
         for each in range(step, min(step + self._lookahead.ahead + 1, self._steps)):
             if each not in self._running:
                 self._running[each] = self._started(each)
@@ -68,10 +67,11 @@ class StepFeed:
                 running.wait_for_all()
         return running
 
-    def send_weights(self) -> None:
-        """Sends the trainer's present weights to the service."""
+    def send_weights(self, updates: int) -> None:
+        """Sends the trainer's present weights to the service. `updates`: number of optimizer updates that they have."""
         with self._counting("weights"):
             self._weights.send()
+        self._updates = updates
 
     def next_group(self, running: RunningStep, known: int) -> None:
         """Waits for more than `known` groups of a step."""
