@@ -40,6 +40,8 @@ def attach(
         raise BadInput("the trainer was made with use_vllm=True, so it has an engine of its own; leave that out")
     if trainer.rollout_func is not None:
         raise BadInput("the trainer has a rollout_func; it would be called in place of the service")
+    if trainer.tools and trainer.accelerator.num_processes > 1:  # each process's loop of tools has turns of its own
+        raise BadInput("tools with several processes: TRL calls for turns in each process by itself; train with one")
     from tailrace.app.trl.routes_in_trainer import RoutesInTrainer  # it loads torch
 
     seed = trainer.args.seed if seed is None else seed

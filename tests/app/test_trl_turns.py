@@ -1,5 +1,11 @@
 """Names of a trainer's prompts within a step."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from tailrace.app.errors import BadInput
+from tailrace.app.trl.generation import attach
 from tailrace.app.trl.turns import Turn, Turns
 
 
@@ -26,3 +32,11 @@ def test_equal_samples_are_taken_once_each():
     turns.ended(turn, 0, [1, 9])
     turns.ended(turn, 1, [1, 9])
     assert [each.prompt_id for each in turns.call([[1, 9, 5], [1, 9, 5]], 1)] == ["0.0/0", "0.0/1"]
+
+
+def test_tools_are_refused_where_processes_would_wait_for_each_others_turns():
+    several = SimpleNamespace(
+        use_vllm=False, rollout_func=None, tools=[len], accelerator=SimpleNamespace(num_processes=2)
+    )
+    with pytest.raises(BadInput, match="tools with several processes: "):
+        attach(several, client=None)
