@@ -12,6 +12,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SERVERS = ("ours", "stock")
 NOT_RUN = {"outcome": "not run", "reason": "", "seconds": 0.0}
+LOST = "THE SERVER GIVES NO ANSWER ANY MORE"
+"""Begins the reason of the test after which no other was run."""
+
 
 
 def load(folder: Path) -> dict[str, dict[str, dict]]:
@@ -74,8 +77,11 @@ def lines_of(table: list[tuple[str, dict, dict]], known: dict[str, str]) -> list
 
 
 def main(folder: Path) -> int:
-    """Prints the table. Returns 1 if a test that passes on `vllm serve` fails on the gateway without a known reason."""
+    """Prints the table. Returns 1 if a test that passes on `vllm serve` fails on the gateway without a known reason, or
+    if the gateway was lost: the rest of the tests has not run.
+    """
     table, known = rows(load(folder)), tomllib.loads((HERE / "known.toml").read_text())
     print("\n".join(lines_of(table, known)))
     fallen = [row for row in differences(table) if row[1]["outcome"] == "failed"]
-    return int(any(known_reason(name, known) is None for name, *_ in fallen))
+    lost = any(ours["reason"].startswith(LOST) for _, ours, _ in table)
+    return int(lost or any(known_reason(name, known) is None for name, *_ in fallen))

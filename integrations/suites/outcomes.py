@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from comparison import LOST
 
 TEST_S = 300
 """A test that takes longer has failed. The slowest ones that pass take a minute on a busy core."""
@@ -79,7 +80,7 @@ class Outcomes:
             known["outcome"] = report.outcome
             known["reason"] = said(report)
             if report.failed and not self.works():
-                known["reason"] = f"THE SERVER GIVES NO ANSWER ANY MORE; {known['reason']}"
+                known["reason"] = f"{LOST}; {known['reason']}"
                 self.lost = True
         if self.file and report.when == "teardown":
             Path(self.file).write_text(json.dumps(self.found, indent=1))

@@ -47,6 +47,16 @@ def test_equal_outcomes_and_tests_that_pass_on_the_gateway_alone_are_no_fault(tm
     assert "fails on the vllm serve alone" in capsys.readouterr().out
 
 
+def test_a_gateway_that_a_known_failure_has_ended_is_no_success(tmp_path, capsys):
+    import comparison
+
+    lost = outcome("failed", f"{comparison.LOST}; a known one")
+    stock = {"t.py::test_tokenizer_info": outcome("passed"), "t.py::z": outcome("passed")}
+    written(tmp_path, stock=stock, ours={"t.py::test_tokenizer_info": lost})
+    assert comparison.main(tmp_path) == 1
+    assert "known: no such route here" in capsys.readouterr().out
+
+
 def test_a_test_of_one_file_alone_is_in_the_table():
     import comparison
 
