@@ -38,12 +38,16 @@ async def send(tensors: Tensors, global_steps: int | None) -> dict[str, int]:
     nodes, update = await _agreed(server, rank, global_steps)
     metrics = {"tailrace/weights_version": update.version}
     expected = ((name, tensor) for name, tensor in tensors if name not in update.unsaved)
-    if update.settings.weights_dir is not None:
-        await _write(server, update, expected, rank)
-        return metrics
-    given = {each: 0 for each, node in enumerate(nodes) if node == nodes[0]}
-    client = await asyncio.to_thread(connect, update.settings.address, update.settings.app_name)
-    publishing = begin(update.version, share_of(expected, rank, given), client=client)  # gathers on this thread
+    try:
+        if update.settings.weights_dir is not None:
+            await _write(server, update, expected, rank)
+            return metrics
+        given = {each: 0 for each, node in enumerate(nodes) if node == nodes[0]}
+        client = await asyncio.to_thread(connect, update.settings.address, update.settings.app_name)
+        publishing = begin(update.version, share_of(expected, rank, given), client=client)  # gathers on this thread
+    finally:
+        for _ in expected:  # gathering needs every rank, also after an error here
+            pass
     await asyncio.to_thread(publishing.wait)
     return metrics | ({f"tailrace/published_bytes/rank_{rank}": given[rank]} if rank in given else {})
 
@@ -71,13 +75,10 @@ async def _agreed(server, rank: int, global_steps: int | None) -> tuple[list[str
 
 
 async def _write(server, update: WeightsUpdate, tensors: Tensors, rank: int) -> None:
-    """Writes the folder on the first rank, and has it loaded. Other ranks take the tensors too: they are gathered."""
+    """Writes the folder on the first rank, and has it loaded."""
     if rank == 0:
         folder = WeightsFolders(update.settings.weights_dir).write(update.version, tensors)
         await server.load_weights.remote(update.version, str(folder))
-    else:
-        for _ in tensors:
-            pass
 
 
 class TailraceWeights(BaseRollout):

@@ -51,6 +51,23 @@ async def test_with_weights_dir_the_first_rank_writes_a_folder(tmp_path, monkeyp
     assert version == 7 and load_file(f"{folder}/model-00000.safetensors").keys() == TENSORS.keys() - {"t9"}
 
 
+@pytest.mark.parametrize("by_folder", [True, False])
+async def test_a_rank_that_cannot_keep_a_tensor_gathers_to_the_end(tmp_path, monkeypatch, by_folder):
+    class Unmovable(torch.Tensor):
+        def detach(self):
+            raise MemoryError("no memory is left")
+
+    server = Remote(WeightsUpdate(7, Settings(weights_dir=tmp_path if by_folder else None), ()))
+    monkeypatch.setattr(tailrace_verl.weights, "this_node", lambda: "one")
+    monkeypatch.setattr(tailrace_verl.weights.ray, "get_actor", lambda name: server)
+    monkeypatch.setattr(tailrace_verl.weights, "connect", lambda address, app_name: None)
+    monkeypatch.setattr(tailrace_verl.weights, "begin", lambda version, held, client: list(held))
+    tensors = iter({"first": torch.ones(1).as_subclass(Unmovable), **TENSORS}.items())
+    with pytest.raises(MemoryError):
+        await send(tensors, 3)
+    assert not list(tensors), "the other ranks wait in the next gather"
+
+
 @pytest.mark.parametrize(("saved", "unsaved"), [("lm_head.weight", ()), ("other.weight", ("lm_head.weight",))])
 def test_a_tied_head_is_sent_if_the_models_folder_has_it(tmp_path, saved, unsaved):
     assert unsaved_tensors(str(tmp_path / "somebody/model")) == ()
