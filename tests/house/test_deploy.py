@@ -250,6 +250,14 @@ def test_a_job_starts_every_node_once_with_its_own_token_and_leaves_nothing(allo
     assert not list(tmp_path.glob("tailrace-*")) and not list(tmp_path.glob("started.*"))
 
 
+def test_a_job_that_is_requeued_runs_beside_what_its_first_run_left(allocation, tmp_path):
+    (tmp_path / "tailrace-1234567").mkdir()
+    (tmp_path / "tailrace-1234567" / "token").write_text("of the first run")
+    done = slurm(allocation, "bash", "-c", 'wc -c <"$RAY_AUTH_TOKEN_PATH"')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == "64" and not list(tmp_path.glob("tailrace-*"))
+
+
 def test_a_job_without_a_driver_is_refused(allocation, tmp_path):
     done = slurm(allocation)
     assert done.returncode == 2
