@@ -74,7 +74,9 @@ class TrainConfig(StrictModel):
 
     @field_validator("sampling")
     @classmethod
-    def _no_stop_tokens(cls, value: SamplingParams) -> SamplingParams:
+    def _as_trained(cls, value: SamplingParams) -> SamplingParams:
+        if not value.temperature:
+            raise ValueError("temperature 0: all samples of a question would be equal, and nothing be learnt")
         if value.stop_token_ids:
             raise ValueError("stop_token_ids: TRL's loss counts on the model's own end-of-sequence token alone")
         if value.stop or value.ignore_eos or value.changes_logits or value.wants_more:

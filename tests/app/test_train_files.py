@@ -64,6 +64,7 @@ def test_a_step_without_a_finite_gradient_is_read_again(tmp_path, number):
         ("task: {}", "train.yaml: task: .*exactly one of name"),
         ("task: {name: gcd}\nsamples: 1", "train.yaml: samples"),
         ("task: {name: gcd}\nsampling: {stop_token_ids: [1]}", "stop_token_ids"),
+        ("task: {name: gcd}\nsampling: {temperature: 0}", "sampling: .*nothing be learnt"),
         ("task: {name: gcd}\nsampling: {repetition_penalty: 1.2}", "temperature, top_p, top_k and min_p alone"),
         ("task: [", "train.yaml: line 1"),
     ],
