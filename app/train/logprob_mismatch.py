@@ -6,13 +6,14 @@ how far the policy has moved.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
 @dataclass
 class LogprobMismatch:
     """Sums over tokens. `kl_sum`: sum of exp(d) - d - 1 with d = trainer - rollout, an estimate of KL(rollout, trainer)
-    whose terms are not negative (Schulman's k3). `greatest`: largest |d|.
+    whose terms are not negative (Schulman's k3). `greatest`: largest |d|; NaN if one is.
     """
 
     tokens: int = 0
@@ -25,13 +26,13 @@ class LogprobMismatch:
         if difference.numel():
             self.tokens += difference.numel()
             self.kl_sum += float((difference.exp() - difference - 1).sum())
-            self.greatest = max(self.greatest, float(difference.abs().max()))
+            self.greatest = float(np.maximum(self.greatest, float(difference.abs().max())))
 
     def add(self, other: "LogprobMismatch") -> None:
         """Adds the tokens of another object."""
         self.tokens += other.tokens
         self.kl_sum += other.kl_sum
-        self.greatest = max(self.greatest, other.greatest)
+        self.greatest = float(np.maximum(self.greatest, other.greatest))
 
     @property
     def kl(self) -> float:

@@ -1,12 +1,15 @@
 """A row of the ledger, from a step's callbacks."""
 
+import math
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 
 from tailrace.app.train import step_recorder
 from tailrace.app.train.feed.step_feed import StepFeed
+from tailrace.app.train.logprob_mismatch import LogprobMismatch
 from tailrace.app.train.record.ledger import LedgerRow, Seconds
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.sent_weights import SentWeights
@@ -54,3 +57,14 @@ def test_the_wait_for_samples_ahead_at_a_checkpoint_is_no_part_of_the_step(tmp_p
         recorder.on_log(None, state, control, {"loss": 0.0, "grad_norm": 0.0})
     seconds = Seconds(step=9.0, rollout=2.0, rewards=1.0, weights=3.0, train=3.0)
     assert [row.seconds for row in ledger.rows] == [seconds] * 2
+
+
+def test_logprobs_that_are_no_numbers_show_in_both_figures_whichever_pass_has_them():
+    passes = [LogprobMismatch() for _ in range(3)]
+    for found, value in zip(passes, (-1.0, math.nan, -3.0), strict=True):
+        found.note(torch.tensor([[value, -2.0]]), torch.tensor([[-2.0, -2.0]]), torch.ones(1, 2))
+    whole = LogprobMismatch()
+    for found in passes:
+        whole.add(found)
+    assert whole.tokens == 6 and math.isnan(whole.kl) and math.isnan(whole.greatest)
+    assert (passes[0].greatest, passes[2].greatest) == (1.0, 1.0)
