@@ -38,7 +38,7 @@ class SimulatedSample:
 
     def __init__(self, progress: GroupProgress, index: int, submitted_s: float):
         self.progress, self.index, self.submitted_s = progress, index, submitted_s
-        self.sample_id = f"{progress.group.group_id}#{index}"
+        self.sample_id = self.name
         self.length = progress.group.lengths[index]
         self.gaps = progress.group.gaps[index] if progress.group.gaps else ()
         self.fresh = self.began_with = progress.group.prompt_tokens
@@ -48,6 +48,11 @@ class SimulatedSample:
         self.verifications = self.drafted = 0.0
         self.freed_kv: FreedKv | None = None
         self.replica = None  # where its last chunk ran, or runs
+
+    @property
+    def name(self) -> str:
+        """Returns its id in the workload; a later turn that is a request of its own has another `sample_id`."""
+        return f"{self.progress.group.group_id}#{self.index}"
 
     @property
     def gap(self) -> Gap | None:

@@ -404,7 +404,7 @@ class SimulatedHost:
             return
         self._ended.append(
             Ended(
-                sample_id=sample.sample_id.partition(TURN_MARK)[0],
+                sample_id=sample.name,
                 step=sample.progress.step,
                 tokens=sample.made,
                 submitted_s=sample.submitted_s,
@@ -443,7 +443,7 @@ class SimulatedHost:
             hold_s = HOLD_S if sample.gap else 0.0
             self._inbox.append(ev.SampleReturned(self._now, sample.sample_id, outside_tokens, most, hold_s))
             return
-        group_id = f"{sample.sample_id.partition(TURN_MARK)[0]}{TURN_MARK}{sample.turn}"
+        group_id = f"{sample.name}{TURN_MARK}{sample.turn}"
         sample.sample_id, sample.begun = f"{group_id}#0", False
         sample.progress = GroupProgress(replace(sample.progress.group, past_lengths=()), sample.progress.step)
         self._samples[sample.sample_id] = sample

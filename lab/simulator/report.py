@@ -267,13 +267,11 @@ def account(
     mates would take than those of the best possible drafts. alone_s: these, below which no policy comes.
     """
     found = dict.fromkeys(PARTS, 0.0)
-    by_sample: dict[str, list[Span]] = {}
-    for span in run.spans:
-        by_sample.setdefault(span.sample_id.partition(TURN_MARK)[0], []).append(span)
     for last in _last(run.ended):
         group, index = _member(workload.steps[last.step], last.sample_id)
         best_s = alone_s(group, index, cluster.replica, acceptance, most_drafts)
-        for name, seconds in _parts(last, by_sample[last.sample_id], group, cluster.replica.step, best_s).items():
+        spans = [span for span in run.spans if _is_of(span, last)]
+        for name, seconds in _parts(last, spans, group, cluster.replica.step, best_s).items():
             found[name] += seconds
     return found
 
@@ -282,6 +280,11 @@ def _last(ended: Sequence[Ended]) -> Iterator[Ended]:
     """Yields the sample of each step that ended last."""
     for _, samples in groupby(sorted(ended, key=lambda one: one.step), key=lambda one: one.step):
         yield max(samples, key=lambda one: one.ended_s)
+
+
+def _is_of(span: Span, sample: Ended) -> bool:
+    """Returns whether a span is of a turn of this sample."""
+    return span.sample_id == sample.sample_id or span.sample_id.startswith(sample.sample_id + TURN_MARK)
 
 
 def _member(groups: Sequence[WorkloadGroup], sample_id: str) -> tuple[WorkloadGroup, int]:

@@ -9,14 +9,17 @@ from tailrace.app.cli import run
 from tailrace.lab.simulator.report import PARTS
 from tailrace.lab.simulator.scenario import FOLDER
 from tailrace.lab.simulator.systems import Setup, system
-from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
+from tailrace.lab.simulator.types import Cluster, Gap, ReplicaModel, StepModel, Workload, WorkloadGroup
 
 STEP = StepModel(1.0, 0.2, 0.001)
 
 
-def parts(lengths: tuple[int, ...], name: str = "verl", running: int = 8, capacity: int = 10_000, steps: int = 1):
+def parts(
+    lengths: tuple[int, ...], name: str = "verl", running: int = 8, capacity: int = 10_000, steps: int = 1,
+    group_id: str = "g", gaps: tuple[tuple[Gap, ...], ...] = (),
+):  # fmt: skip
     """The account of a group on one replica, and its makespan."""
-    group = WorkloadGroup("g", 10, lengths)
+    group = WorkloadGroup(group_id, 10, lengths, gaps=gaps)
     cluster = Cluster(ReplicaModel(STEP, capacity, running, 100.0, 1_000.0, 0.1), 1)
     workload = Workload("made-up", max(lengths), ((group,),) * steps)
     found = Setup(workload, cluster, 16, None).run(name, system(name), 0, spans=True)
@@ -50,6 +53,16 @@ def test_the_last_samples_of_all_steps_count():
     one, _ = parts((50, 20))
     both, _ = parts((50, 20), steps=2)
     assert both["alone_s"] == pytest.approx(2 * one["alone_s"])
+
+
+def test_ids_of_prompts_have_any_characters():
+    assert parts((50, 20), group_id="ada@x#1") == parts((50, 20))
+
+
+def test_turns_that_are_requests_of_their_own_count_as_one_sample():
+    gaps = ((Gap(20, 1.0, 5), Gap(35, 1.0, 5)),)
+    account, _ = parts((50,), "tailrace_requests", gaps=gaps)
+    assert account["alone_s"] + account["crowd_s"] > 50 * STEP.base_s, "each of its 50 steps was found"
 
 
 def test_the_command_shows_it_and_leaves_it_out_unless_asked(capsys, tmp_path):
