@@ -283,8 +283,9 @@ def _last(ended: Sequence[Ended]) -> Iterator[Ended]:
 
 
 def _is_of(span: Span, sample: Ended) -> bool:
-    """Returns whether a span is of a turn of this sample."""
-    return span.sample_id == sample.sample_id or span.sample_id.startswith(sample.sample_id + TURN_MARK)
+    """Returns whether a span is of a turn of this sample. In each step there may be a sample of this id."""
+    own = span.sample_id == sample.sample_id or span.sample_id.startswith(sample.sample_id + TURN_MARK)
+    return own and sample.submitted_s <= span.begin_s < sample.ended_s
 
 
 def _member(groups: Sequence[WorkloadGroup], sample_id: str) -> tuple[WorkloadGroup, int]:
