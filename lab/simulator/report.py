@@ -262,9 +262,10 @@ def account(
 ) -> dict[str, float]:
     """Returns where the seconds of a step went: those of the sample that it ended with, summed over steps, by PARTS.
 
-    waited_s: it was not running: order, room, hand-overs. loaded_s: KV fetched, and context computed. crowd_s: how much
-    longer its steps took than without mates, prompts of others included. drafts_s: how much longer its steps without
-    mates would take than those of the best possible drafts. alone_s: these, below which no policy comes.
+    waited_s: it was not running: order, room, hand-overs. loaded_s: KV fetched, and context computed; not that of
+    copies, beside which it runs. crowd_s: how much longer its steps took than without mates, prompts of others
+    included. drafts_s: how much longer its steps without mates would take than those of the best possible drafts.
+    alone_s: these, below which no policy comes.
     """
     found = dict.fromkeys(PARTS, 0.0)
     for last in _last(run.ended):
@@ -298,7 +299,8 @@ def _parts(
 ) -> dict[str, float]:
     made = [span for span in spans if span.role == "generate"]
     generated_s = sum(span.end_s - span.begin_s for span in made)
-    loaded_s = sum(span.end_s - span.begin_s for span in spans if span.role in ("fetch", "prefill"))
+    loads = [span for span in spans if span.role in ("fetch", "prefill")]
+    loaded_s = busy_seconds([span._replace(replica=0) for span in (*made, *loads)]) - generated_s
     own_s, context = 0.0, group.prompt_tokens
     computed = 1.0 + last.drafted / max(1.0, last.verifications)
     for span in made:

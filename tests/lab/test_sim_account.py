@@ -1,17 +1,20 @@
 """Where the seconds of a simulated step went: the parts add up, and each is of its cause."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from tailrace.app.cli import run
 from tailrace.lab.simulator.report import PARTS
+from tailrace.lab.simulator.report import account as account_of
 from tailrace.lab.simulator.scenario import FOLDER
 from tailrace.lab.simulator.systems import Setup, system
-from tailrace.lab.simulator.types import Cluster, Gap, ReplicaModel, StepModel, Workload, WorkloadGroup
+from tailrace.lab.simulator.types import Cluster, Gap, ReplicaModel, Span, StepModel, Workload, WorkloadGroup
 
 STEP = StepModel(1.0, 0.2, 0.001)
+CLUSTER = Cluster(ReplicaModel(STEP, 10_000, 8, 100.0, 1_000.0, 0.1), 1)
 
 
 def parts(
@@ -63,6 +66,18 @@ def test_turns_that_are_requests_of_their_own_count_as_one_sample():
     gaps = ((Gap(20, 1.0, 5), Gap(35, 1.0, 5)),)
     account, _ = parts((50,), "tailrace_requests", gaps=gaps)
     assert account["alone_s"] + account["crowd_s"] > 50 * STEP.base_s, "each of its 50 steps was found"
+
+
+def test_kv_that_a_copy_loads_beside_it_is_no_time_of_the_sample():
+    group = WorkloadGroup("g", 10, (20,))
+    of_sample = [(0, "prefill", 1.0, 2.0, 10, 0), (0, "generate", 2.0, 50.0, 20, 20)]
+    of_copy = [(1, "fetch", 10.0, 12.0, 15, 0), (1, "prefill", 12.0, 13.0, 5, 0), (1, "race", 13.0, 50.0, 10, 10)]
+    spans = [Span(replica, "g#0", *rest) for replica, *rest in of_sample + of_copy]
+    workload = Workload("w", 20, ((group,),))
+    run = Setup(workload, CLUSTER, 16, None).run("verl", system("verl"), 0)
+    raced = replace(run, ended=(run.ended[0]._replace(ended_s=50.0),), spans=tuple(spans))
+    account = account_of(raced, workload, CLUSTER, None, 0)
+    assert (account["waited_s"], account["loaded_s"]) == (1.0, 1.0)
 
 
 def test_the_command_shows_it_and_leaves_it_out_unless_asked(capsys, tmp_path):
