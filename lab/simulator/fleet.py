@@ -63,7 +63,9 @@ class ModelledFleet:
         self.starting.update(begin)
         leaving = stop_order({self._ids[i]: self._node(i) for i in self.order})[: max(0, len(self.order) - wanted)]
         for replica_id in leaving:
-            self.order.remove(self.by_id[replica_id].index)
+            replica = self.by_id[replica_id]
+            replica.drop_kv()
+            self.order.remove(replica.index)
             self._stopping.append(now + self.model.stop_s)
         return begin, [ReplicaLeft(now, replica_id, "given back") for replica_id in leaving]
 

@@ -61,6 +61,11 @@ class ModelledReplica:
             if self.running:
                 self._wake(now)
 
+    def drop_kv(self) -> None:
+        """Drops all KV, as a replica that stops: one that starts in its place finds none."""
+        self.prompts.clear()
+        self._written += self.model.kv_capacity_tokens
+
     def turn(self) -> list[SimulatedChunk]:
         """Takes the turn at `due_s`: chunks that have ended leave and are returned, room is made, others join; then
         `due_s` is new.
