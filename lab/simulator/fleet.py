@@ -3,7 +3,6 @@
 Invariant: a report holds only values that a real replica could have measured by then. Called by `Host`.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from tailrace.lab.simulator.chunks import SimulatedChunk
@@ -26,7 +25,7 @@ MEASURE_S = 60.0
 
 class ModelledFleet:
     """`cluster.replicas` modelled replicas, by id in `by_id`. `order`: those that are up, as they joined; `starting`:
-    those that will be.
+    those that will be, each with the time in seconds.
     """
 
     def __init__(
@@ -43,30 +42,31 @@ class ModelledFleet:
         self.by_id = dict(zip(self._ids, self.replicas, strict=True))
         self._measured_s = [0.0] * cluster.replicas
         self.order: list[int] = []
-        self.starting: set[int] = set()
-        self._stopping: deque[float] = deque()  # until when, of those that went
+        self.starting: dict[int, float] = {}
+        self._stopping: dict[int, float] = {}  # until when, of those that went
 
     def occupying(self, now: float) -> int:
         """Returns the number of replicas that are up, start or stop."""
-        while self._stopping and self._stopping[0] <= now:
-            self._stopping.popleft()
-        return len(self.order) + len(self.starting) + len(self._stopping)
+        stopping = [i for i, until_s in self._stopping.items() if until_s > now and i not in self.starting]
+        return len(self.order) + len(self.starting) + len(stopping)
 
     def resize(self, wanted: int, now: float) -> tuple[list[int], list[ReplicaLeft]]:
-        """Changes the number, as Serve would. Returns indexes of the replicas that begin to start, and events of those
-        that leave at once. Starts that are no longer wanted are cancelled first.
+        """Changes the number, as Serve would. Returns indexes of the replicas that are now in `starting`, and events of
+        those that leave at once. Starts that are no longer wanted are cancelled first. A start in the place of a
+        replica that stops begins once its GPUs are free.
         """
         while self.starting and len(self.order) + len(self.starting) > wanted:
-            self.starting.remove(max(self.starting))
-        absent = [i for i in range(len(self.replicas)) if i not in self.order and i not in self.starting]
-        begin = absent[: max(0, wanted - len(self.order) - len(self.starting))]
-        self.starting.update(begin)
+            del self.starting[max(self.starting)]
+        absent = (i for i in range(len(self.replicas)) if i not in self.order and i not in self.starting)
+        free_s = {i: max(now, self._stopping.get(i, 0.0)) for i in absent}
+        begin = sorted(free_s, key=free_s.get)[: max(0, wanted - len(self.order) - len(self.starting))]
+        self.starting |= {i: free_s[i] + self.model.start_s for i in begin}
         leaving = stop_order({self._ids[i]: self._node(i) for i in self.order})[: max(0, len(self.order) - wanted)]
         for replica_id in leaving:
             replica = self.by_id[replica_id]
             replica.drop_kv()
             self.order.remove(replica.index)
-            self._stopping.append(now + self.model.stop_s)
+            self._stopping[replica.index] = now + self.model.stop_s
         return begin, [ReplicaLeft(now, replica_id, "given back") for replica_id in leaving]
 
     def room_tokens(self) -> int:
@@ -77,7 +77,8 @@ class ModelledFleet:
         """Lets these replicas be up from now on; `reserves`: the core is to stay within their KV and places."""
         joining = [self.replicas[index] for index in indexes]
         self.order += [replica.index for replica in joining]
-        self.starting.difference_update(indexes)
+        for replica in joining:
+            self.starting.pop(replica.index, None)
         joins = [self._join(replica, 0, reserves, now) for replica in joining]
         return [*joins, *(self._measure(replica, now) for replica in joining)]
 

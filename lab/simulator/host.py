@@ -385,10 +385,10 @@ class SimulatedHost:
         begin, left = self._fleet.resize(wanted, self._now)
         self._inbox += left
         for index in begin:
-            self._at(self._now + self._fleet.model.start_s, self._up, index)
+            self._at(self._fleet.starting[index], self._up, index)
 
     def _up(self, index: int) -> None:
-        if index in self._fleet.starting:  # else it was called off
+        if self._fleet.starting.get(index) == self._now:  # else it was called off
             self._inbox += self._fleet.joins((index,), self._admission, self._now)
 
     # ---- ends ------------------------------------------------------------------------------------------------
