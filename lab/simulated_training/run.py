@@ -124,7 +124,7 @@ def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figur
         "staleness_mean": sum(stale[key] * count for key, count in counts.items()) / tokens,
         "staleness_max": max(stale.values()),
         "mixed_share": sum(map(_is_mixed, host.versions_of.values())) / len(host.versions_of),
-        "tail_s": sum(one[-1] - one[len(one) * 9 // 10] for one in ends[warm:]) / (steps - warm),
+        "tail_s": sum(one[-1] - one[-(-len(one) * 9 // 10) - 1] for one in ends[warm:]) / (steps - warm),
         "migrated_share": host.moved_share(),
         "other_step_share": host.other_step_share(),
         "rollout_gpus": rollout_gpus,

@@ -234,6 +234,16 @@ def test_covered_seconds_count_once():
     assert covered_s([(0, 2), (1, 3), (5, 9), (6, 7)], 0.5, 8) == 5.5
 
 
+def test_the_tail_begins_as_nine_tenths_have_ended():
+    """Of ten samples the tail is from the ninth end to the tenth."""
+    counts = {"prompts": 2, "samples": 5}
+    scenario = small().model_copy(update={key: getattr(small(), key).scaled(n, 0.1) for key, n in counts.items()})
+    host = host_of(scenario, mode("verl"), 0, 1, FIGURES)
+    host.run()
+    ((*_, ninth_s, tenth_s),) = host.ends_s()
+    assert figures_of(host, scenario, mode("verl"), FIGURES)["tail_s"] == tenth_s - ninth_s > 0
+
+
 def test_every_figure_says_where_it_is_from():
     assert all(kind in ("source", "assumed") and why for _, _, kind, why in FIGURES.notes())
 
