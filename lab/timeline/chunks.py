@@ -72,6 +72,11 @@ class RecordedChunk:
     def is_copy(self) -> bool:
         return self.race not in (None, self.chunk_id)
 
+    @property
+    def counts(self) -> bool:
+        """Whether its tokens are its sample's: those of a copy that has lost its race are not."""
+        return not (self.is_copy and self.won is False)
+
     def spans(self) -> list[Span]:
         """Returns one span, or two: until its first token was seen, and after it. Chunks of a race are not divided."""
         if self.race is not None:
@@ -110,7 +115,8 @@ class RecordedRace:
     """Chunks that make the same tokens: the first of `runners` began before the others; `winner` ended first.
 
     `original`: the runner whose end is the end of the race, even if it is aborted. It is the first runner, or the copy
-    that replaced a lost one, or None if no runner is left for that. An aborted copy only leaves the race.
+    that replaced a lost one, or None if no runner is left for that. An aborted copy only leaves the race. At exactness
+    `law` no copy wins, nor replaces a lost one: it may have other tokens.
     """
 
     runners: list[RecordedChunk]
@@ -147,8 +153,8 @@ class RecordedSample:
 
     @property
     def tokens(self) -> int:
-        """Number of known answer tokens; copies make the same ones."""
-        return max((chunk.start + chunk.new_tokens for chunk in self.chunks), default=0)
+        """Number of known answer tokens. Copies that have lost do not count: at exactness `law` they may be longer."""
+        return max((chunk.start + chunk.new_tokens for chunk in self.chunks if chunk.counts), default=0)
 
     def as_ended(self, sample_id: str) -> Ended:
         """Returns the ended sample. Its drafts are those of all its chunks, copies included."""

@@ -22,7 +22,10 @@ class Entry(NamedTuple):
 
 def _header(data: dict) -> SimpleNamespace:
     began_at = int(data.get("weights_version", 0))
-    return SimpleNamespace(format=data["journal"], dropped=int(data["dropped"]), weights_version=began_at)
+    exactness = data.get("exactness", "bits")  # older journals know no other level
+    return SimpleNamespace(
+        format=data["journal"], dropped=int(data["dropped"]), weights_version=began_at, exactness=exactness
+    )
 
 
 def entries(lines: Iterable[str]) -> Iterator[Entry]:

@@ -181,8 +181,9 @@ def _made(chunk: RecordedChunk, at_s: float) -> float:
 
 
 def _tokens(sample: RecordedSample, at_s: float) -> float:
-    """Returns the answer tokens up to a moment; copies make the same ones."""
-    return max((chunk.start + _made(chunk, at_s) for chunk in sample.chunks if chunk.begin_s <= at_s), default=0.0)
+    """Returns the answer tokens up to a moment; copies that have lost do not count."""
+    begun = (chunk for chunk in sample.chunks if chunk.begin_s <= at_s and chunk.counts)
+    return max((chunk.start + _made(chunk, at_s) for chunk in begun), default=0.0)
 
 
 def _log(record: Record, sample_id: str, sample: RecordedSample) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class _Reading:
         self._chunks: dict[str, RecordedChunk] = {}  # by id; a new copy may have the id of an aborted one
         self._running: dict[str, RecordedChunk] = {}
         self._races: dict[str, RecordedRace] = {}
+        self._copies_count = True  # a copy may win: not at exactness law
         self._chunks_of: Counter = Counter()  # running chunks of each unended sample
         self._unended = 0
         self._weights: list[tuple[float, int]] = []
@@ -87,7 +88,7 @@ class _Reading:
     # ---- replicas --------------------------------------------------------------------------------
 
     def _header(self, header) -> None:
-        self._dropped = header.dropped
+        self._dropped, self._copies_count = header.dropped, header.exactness == "bits"
         self._weights.append((0.0, header.weights_version))
 
     def _joined(self, event) -> None:
@@ -185,7 +186,8 @@ class _Reading:
         chunk.count(event)
         self._stop(chunk, event.end, chunk.error)
         race = self._races.get(chunk.race)
-        if race is not None and race.winner is None and (chunk is race.original or chunk.end != "aborted"):
+        may_win = chunk.end != "aborted" and self._copies_count
+        if race is not None and race.winner is None and (chunk is race.original or may_win):
             race.winner = chunk
             self._samples[chunk.sample_id].where = chunk.replica
 
@@ -198,7 +200,7 @@ class _Reading:
         race = self._races.get(chunk.race)
         if race is not None and chunk is race.original:
             heirs = (one for one in race.runners if self._running.get(one.chunk_id) is one and not one.stopping)
-            race.original = next(heirs, None)
+            race.original = next(heirs, None) if self._copies_count else None
 
     def _stop(self, chunk: RecordedChunk, end: str, error: str = "") -> None:
         chunk.end_s, chunk.end, chunk.error = self._now, end, error
@@ -229,8 +231,9 @@ class _Reading:
             chunk.begin_s, chunk.silent_s = min(chunk.begin_s, until_s), min(chunk.silent_s, until_s)
             chunk.end_s = min(chunk.end_s, until_s)
         for race in self._races.values():
-            for runner in race.runners if race.winner is not None else ():
-                runner.won = runner is race.winner
+            for runner in race.runners:
+                if race.winner is not None or (runner.is_copy and not self._copies_count):
+                    runner.won = runner is race.winner
         self._shorten()
         chunks = tuple(self._made)
         return Record(

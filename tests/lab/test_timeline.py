@@ -53,13 +53,13 @@ class Script:
     def end(self, now, sample, how="stop"):
         self.action(now, "EndSample", sample_id=sample, end=how)
 
-    def lines(self):
-        header = {"journal": 1, "policies": {"of": "a later core"}, "dropped": 3, "limits": [0, 3]}
+    def lines(self, **more):
+        header = {"journal": 1, "policies": {"of": "a later core"}, "dropped": 3, "limits": [0, 3], **more}
         ordered = sorted(self._entries, key=lambda entry: entry[:2])
         return [json.dumps(line) for line in (header, *(line for _, _, line in ordered))]
 
-    def record(self) -> Record:
-        return record(self.lines())
+    def record(self, **more) -> Record:
+        return record(self.lines(**more))
 
 
 def raced() -> Script:
@@ -191,6 +191,25 @@ def test_a_copy_that_took_the_place_of_a_lost_original_is_one_itself():
     script.chunk(f"{original}~y", "c", 13.0, 15.1, 20, "aborted", copy_of=f"{original}~x", method="y")
     (race,) = script.record().races
     assert race.winner.method == "x" and len(race.runners) == 3
+
+
+def test_at_exactness_law_no_copy_wins_or_replaces_a_lost_chunk_and_its_tokens_do_not_count():
+    script = Script(groups=("p0",), samples=2)
+    for sample in ("b0/p0#0", "b0/p0#1"):
+        script.chunk(f"{sample}:0", "a", 10.0, 20.0 if sample.endswith("0") else None, 60, "stop")
+        script.chunk(f"{sample}:0~x", "b", 11.0, 14.0, 90, "stop", copy_of=f"{sample}:0", method="x")
+        script.chunk(f"{sample}:0~y", "c", 11.0, 20.1, 80, "aborted", copy_of=f"{sample}:0", method="y")
+    script.end(20.0, "b0/p0#0")
+    script.event(20.05, "ReplicaLeft", replica_id="a", error="killed")
+    script.chunk("b0/p0#1:1", "c", 21.0, 30.0, 70, "stop")
+    script.end(30.0, "b0/p0#1")
+    taken = script.record(exactness="law")
+    said = figures(taken, bands(taken))
+    assert said["wins"] == {"owner": 1} and [race["winner"] is None for race in said["races"]] == [False, True]
+    assert [taken.samples[name].tokens for name in ("p0#0", "p0#1")] == [60, 70] and said["tokens"] == 130
+    assert said["moves"] == 1, "of the second, from a to c; no copy has moved one"
+    assert {chunk.won for chunk in taken.chunks if chunk.is_copy} == {False}
+    assert figures(script.record(), [])["wins"] == {"x": 2}
 
 
 def test_a_replica_that_is_given_back_closes_before_it_goes():
