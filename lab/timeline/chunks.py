@@ -138,7 +138,8 @@ class RecordedRace:
 @dataclass(slots=True)
 class RecordedSample:
     """`where`: the replica of the sample's last chunk, copies only if they won; None before the first chunk. `batch`: a
-    number. `prompt_tokens`: context tokens that were not generated, those between turns included.
+    number. `prompt_tokens`: context tokens that were not generated, those between turns included. `holds`: the times
+    between two turns, in which it is its driver's turn: (begin, end) in seconds, the end inf if the journal has none.
     """
 
     batch: int
@@ -150,6 +151,14 @@ class RecordedSample:
     ended_s: float | None = None
     end: str = ""
     max_tokens: int = 0  # maximum of the first turn
+    holds: list[tuple[float, float]] = field(default_factory=list)
+
+    def is_held(self, at_s: float) -> bool:
+        return any(begin_s <= at_s < end_s for begin_s, end_s in self.holds)
+
+    def held_s(self, until_s: float) -> float:
+        """Returns the seconds between turns up to a moment."""
+        return sum(max(0.0, min(end_s, until_s) - begin_s) for begin_s, end_s in self.holds)
 
     @property
     def tokens(self) -> int:

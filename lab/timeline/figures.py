@@ -105,7 +105,8 @@ def unended(record: Record) -> int:
 
 
 def longest(record: Record) -> list[list[str]]:
-    """Returns a table of the samples with most tokens; its first row has the column heads."""
+    """Returns a table of the samples with most tokens; its first row has the column heads. A sample waits while it
+    neither runs nor is between two turns."""
     table = [["sample", "tokens", "a step", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
     ordered = sorted(record.samples.items(), key=lambda item: (-item[1].tokens, -(item[1].ended_s or inf), item[0]))
     for sample_id, sample in ordered[:LONGEST]:
@@ -117,7 +118,7 @@ def longest(record: Record) -> list[list[str]]:
         )
         end_s = sample.ended_s if sample.ended_s is not None else record.run.makespan_s
         first_s = min((chunk.begin_s for chunk in sample.chunks), default=end_s)
-        times = (first_s, end_s, max(0.0, end_s - sample.submitted_s - ran_s))
+        times = (first_s, end_s, max(0.0, end_s - sample.submitted_s - ran_s - sample.held_s(end_s)))
         length = tokens_of(sample.chunks)["acceptance_length"]
         cells = [sample.tokens, length, *(round(one, 2) for one in times), len(sample.chunks), sample.moves]
         table.append([sample_id, *map(number, cells), _ran_on(record, sample), sample.end or "runs on"])

@@ -59,12 +59,13 @@ class _Moment:
         self._unended = {
             name: sample for name, sample in self._here.items() if sample.ended_s is None or sample.ended_s > at_s
         }
+        self._held = {name for name, sample in self._unended.items() if sample.is_held(at_s)}
 
     def sections(self) -> Sections:
         running = {chunk.sample_id for chunk in self._active}
-        waiting = len(self._unended.keys() - running)
+        waiting = len(self._unended.keys() - running - self._held)
         replicas = self._replicas()
-        service = {"running": len(running), "waiting": waiting, "held": 0, "up": len(replicas)}
+        service = {"running": len(running), "waiting": waiting, "held": len(self._held), "up": len(replicas)}
         service["made"] = sum(row["made"] for row in replicas.values())
         for at_s, wanted, why in self._record.asked:
             if at_s <= self._at_s:
@@ -138,14 +139,15 @@ class _Moment:
     def _sample(self, name: str, tokens: float, active: RecordedChunk | None) -> dict[str, Any]:
         sample = self._record.samples[name]
         begun = [chunk for chunk in sample.chunks if chunk.begin_s <= self._at_s]
+        state, why = ("held", "between two turns") if name in self._held else ("waiting", "waits for its next chunk")
         return {
-            "state": "waiting" if active is None else "running",
+            "state": state if active is None else "running",
             "replica": self._record.names[begun[-1].replica] if begun else "",
             "tokens": round(tokens),
             "expected": begun[-1].expected_tokens if begun else sample.max_tokens,
             "max": sample.max_tokens,
             "chunks": sum(not chunk.is_copy for chunk in begun),
-            "why": "waits for its next chunk" if active is None else active.reason,
+            "why": why if active is None else active.reason,
         }
 
     def _faults(self) -> dict[str, dict]:

@@ -8,6 +8,7 @@ batch. `tailrace timeline` calls it.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from tailrace.lab.simulator.types import Moment, SimulatedRun
 from tailrace.lab.timeline.chunks import RecordedChunk, RecordedRace, RecordedSample, ReplicaLifetime
@@ -61,7 +62,8 @@ class _Reading:
         self._running: dict[str, RecordedChunk] = {}
         self._races: dict[str, RecordedRace] = {}
         self._copies_count = True  # a copy may win: not at exactness law
-        self._chunks_of: Counter = Counter()  # running chunks of each unended sample
+        self._chunks_of: dict[str, set[str]] = {}  # running chunks of each sample, until its end or its turn's
+        self._held: set[str] = set()  # samples between two turns
         self._unended = 0
         self._weights: list[tuple[float, int]] = []
         self._moments: list[Moment] = []
@@ -79,7 +81,8 @@ class _Reading:
 
     def _note_moment(self) -> None:
         running = len(self._chunks_of)
-        seen = Moment(self._now, running, self._unended - running, 0, len(self._lifetimes.up))
+        waiting = self._unended - running - len(self._held)
+        seen = Moment(self._now, running, waiting, 0, len(self._lifetimes.up))
         if self._moments and self._moments[-1].at_s == self._now:
             self._moments.pop()
         if not self._moments or self._moments[-1][1:] != seen[1:]:
@@ -120,8 +123,21 @@ class _Reading:
                 self._sizes[name] += 1
             self._unended += group["samples"]
 
+    def _turn_ended(self, action) -> None:
+        self._samples[action.sample_id].holds.append((self._now, inf))
+        self._held.add(action.sample_id)
+        self._chunks_of.pop(action.sample_id, None)
+
     def _returned(self, event) -> None:
         self._samples[event.sample_id].prompt_tokens += event.outside_tokens
+        self._release(event.sample_id)
+
+    def _release(self, sample_id: str) -> None:
+        """Ends the sample's time between two turns, if it is held."""
+        if sample_id in self._held:
+            self._held.remove(sample_id)
+            holds = self._samples[sample_id].holds
+            holds[-1] = (holds[-1][0], self._now)
 
     def _started(self, action) -> None:
         sample, number = self._samples[action.sample_id], self._lifetimes.names[action.replica_id]
@@ -146,7 +162,7 @@ class _Reading:
         sample.chunks.append(chunk)
         self._made.append(chunk)
         self._chunks[action.chunk_id] = self._running[action.chunk_id] = chunk
-        self._chunks_of[action.sample_id] += 1
+        self._chunks_of.setdefault(action.sample_id, set()).add(action.chunk_id)
         self._lifetimes.start(number, self._now)
 
     def _enter(self, chunk: RecordedChunk, first: RecordedChunk) -> None:
@@ -208,14 +224,16 @@ class _Reading:
             chunk.silent_s = max(chunk.begin_s, self._looks.get(chunk.replica, (0.0, 0.0))[1])
         self._lifetimes.stop(chunk.replica, self._now)
         del self._running[chunk.chunk_id]
-        self._chunks_of[chunk.sample_id] -= 1
-        if self._chunks_of[chunk.sample_id] <= 0:  # below 0: the sample has ended before its last copy
-            del self._chunks_of[chunk.sample_id]
+        left = self._chunks_of.get(chunk.sample_id, set())  # none: the sample, or its turn, has ended before its copy
+        left.discard(chunk.chunk_id)
+        if not left:
+            self._chunks_of.pop(chunk.sample_id, None)
 
     def _ended(self, action) -> None:
         sample = self._samples[action.sample_id]
         sample.ended_s, sample.end = self._now, action.end
         self._unended -= 1
+        self._release(action.sample_id)
         self._chunks_of.pop(action.sample_id, None)
 
     # ---- the whole -------------------------------------------------------------------------------
@@ -288,5 +306,6 @@ _HANDLERS = {
     "AbortChunk": _Reading._aborting,
     "ChunkFinished": _Reading._finished_chunk,
     "ChunkFailed": _Reading._failed,
+    "EndTurn": _Reading._turn_ended,
     "EndSample": _Reading._ended,
 }

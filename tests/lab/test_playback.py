@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_timeline import Script
+from test_timeline import Script, in_turns
 
 from tailrace.app.board.page import page
 from tailrace.app.cli import run
@@ -58,6 +58,16 @@ def test_a_lost_replica_is_a_fault_and_news(tmp_path):
     (fault,) = state["faults"].values()
     assert (fault["replica"], fault["text"]) == ("a", "its node died")
     assert any("has left" in row["text"] for row in state["news"].values())
+
+
+def test_a_sample_between_two_turns_is_held_and_does_not_wait():
+    state, seen = {}, {}
+    for at_s, changes in recording("run", record(in_turns().lines())).frames:
+        fold(state, changes)
+        row = state["samples"].get("p0#0", {})
+        seen[at_s] = [state["service"][key] for key in ("running", "waiting", "held")], row.get("state")
+    assert seen[1.0] == seen[8.0] == ([1, 0, 0], "running")
+    assert seen[4.0] == seen[9.5] == ([0, 0, 1], "held") and seen[6.5] == ([0, 1, 0], "waiting")
 
 
 def test_the_page_of_a_recorded_run_has_a_slider_and_no_stream():

@@ -119,6 +119,29 @@ def test_a_sample_that_continues_at_the_next_tick_has_not_waited():
     assert moments[-2][:3] == (0.0, 1, 0)
 
 
+def in_turns() -> Script:
+    """b0/p0#0 has a turn from 10 to 12 s, is held until 16 s, waits for a replica until 17 s, and has another turn."""
+    script = Script(groups=("p0",), samples=1)
+    script.chunk("b0/p0#0:0", "a", 10.0, 12.0, how="stop")
+    script.action(12.0, "EndTurn", sample_id="b0/p0#0", end="stop", reason="stop token")
+    script.event(16.0, "SampleReturned", sample_id="b0/p0#0", outside_tokens=5, max_tokens=100)
+    script.chunk("b0/p0#0:1", "a", 17.0, 19.0, how="stop", start=100)
+    script.action(19.0, "EndTurn", sample_id="b0/p0#0", end="stop", reason="stop token")
+    script.end(20.0, "b0/p0#0")
+    return script
+
+
+def test_a_sample_between_two_turns_does_not_wait():
+    taken = in_turns().record()
+    assert [tuple(m[:3]) for m in taken.run.moments] == [
+        *((0.0, 1, 0), (2.0, 0, 0), (6.0, 0, 1), (7.0, 1, 0), (9.0, 0, 0)),
+    ]
+    assert longest(taken)[1][5] == "1", "from its return to its second chunk"
+    script = in_turns()
+    script.chunk("b0/p0#0:0~x", "b", 11.0, 17.5, 0, "aborted", copy_of="b0/p0#0:0", method="x")
+    assert script.record().run.moments == taken.run.moments, "a copy that stops late changes nothing"
+
+
 @pytest.mark.parametrize("made", ["live", "raced"])
 def test_roles_fill_the_time_a_replica_is_up(live, made):
     taken = live if made == "live" else raced().record()
