@@ -105,11 +105,10 @@ class _Moment:
         return rows
 
     def _batches(self) -> dict[str, dict]:
-        names = self._record.run.workload.split(", ")
         rows: dict[str, dict] = {}
         left = Counter(name.rpartition("#")[0] for name in self._unended)
         groups = {(sample.batch, name.rpartition("#")[0]) for name, sample in self._here.items()}
-        for number, name in enumerate(names):
+        for number, name in enumerate(self._record.batches):
             mine = [one for one in self._here.values() if one.batch == number]
             if not mine:
                 continue

@@ -18,13 +18,15 @@ from tailrace.lab.timeline.replica_lifetimes import ReplicaLifetimes
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run as it went. Replicas are numbers: places in `names` and `lifetimes`, in the order of joining.
+    """A run as it went. Replicas are numbers: places in `names` and `lifetimes`, in the order of joining. Batches are
+    places in `batches`, in the order of submission.
 
     `asked`: (seconds, wanted replicas, reason). `weights`: (seconds, version), from the first submission. `dropped`:
     entries that the journal does not hold.
     """
 
     run: SimulatedRun
+    batches: tuple[str, ...]
     names: tuple[str, ...]
     lifetimes: tuple[tuple[ReplicaLifetime, ...], ...]
     samples: dict[str, RecordedSample]
@@ -256,6 +258,7 @@ class _Reading:
         chunks = tuple(self._made)
         return Record(
             run=self._run(chunks, until_s),
+            batches=tuple(self._batches),
             names=tuple(self._lifetimes.names),
             lifetimes=self._lifetimes.until(until_s),
             samples=self._samples,

@@ -70,6 +70,18 @@ def test_a_sample_between_two_turns_is_held_and_does_not_wait():
     assert seen[4.0] == seen[9.5] == ([0, 0, 1], "held") and seen[6.5] == ([0, 1, 0], "waiting")
 
 
+def test_a_batch_keeps_its_name_whatever_commas_the_others_have():
+    script = Script(groups=("p0",), samples=1)
+    for number, batch in enumerate(("step 1, warm~1", "step 2~2")):
+        script.submit(11.0 + number, batch, ("p0",), 1 + number)
+    script.event(20.0, "ReplicaLeft", replica_id="a", error="stopped")
+    state = {}
+    for _, changes in recording("run", record(script.lines())).frames:
+        fold(state, changes)
+    shown = {row["name"]: row["samples"] for row in state["batches"].values()}
+    assert shown == {"b0": 1, "step 1, warm": 1, "step 2": 2}
+
+
 def test_the_page_of_a_recorded_run_has_a_slider_and_no_stream():
     assert 'data-kind="recorded"' in page(recorded=True) and 'data-kind="live"' in page()
 
