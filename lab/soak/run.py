@@ -233,7 +233,7 @@ class LiveSoak:
             "crossed": crossed,
             "faults": dict(sorted(happened.items())),
             "faults_without_a_victim": sum(not one["happened"] for one in self._struck),
-            "longest_silence_s": round(self._watch.longest_silence_s, 1),
+            "longest_silence_s": round(self._watch.longest_silence_s(seconds), 1),
             "contained": dict(sorted(self._watch.contained.items())),
             "status_failures": dict(sorted(self._watch.failures.items())),
             "strikes": self._struck,

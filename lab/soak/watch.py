@@ -16,7 +16,7 @@ class ServiceWatch:
 
     def __init__(self):
         self.rates: list[tuple[float, float]] = []  # seconds since the start, tokens per second
-        self.longest_silence_s = 0.0
+        self._longest_silence_s = 0.0
         self.contained: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()  # of calls for the status, by kind of error
         self._seen: dict[str, int] = {}  # contained errors of the present coordinator
@@ -27,11 +27,15 @@ class ServiceWatch:
         """Records a call for the status that gave none."""
         self.failures[type(error).__name__] += 1
 
+    def longest_silence_s(self, at_s: float) -> float:
+        """Returns the longest time without a new token, also if it lasts at this moment."""
+        return max(self._longest_silence_s, at_s - self._last_token_s)
+
     def look(self, at_s: float, status: ServiceSnapshot) -> None:
         batches = {batch.batch_id: batch.tokens for batch in status.batches}
         new = sum(max(0, tokens - self._batches.get(name, 0)) for name, tokens in batches.items())
         if new:
-            self.longest_silence_s = max(self.longest_silence_s, at_s - self._last_token_s)
+            self._longest_silence_s = self.longest_silence_s(at_s)
             self._last_token_s = at_s
         self._batches, self._made = batches, self._made + new
         if at_s - self._since_s >= RATE_S:

@@ -295,7 +295,8 @@ def test_silence_rates_and_contained_errors_over_a_lost_coordinator():
         (32, 90, {}),
     ):
         watch.look(at_s, status(tokens, contained))
-    assert watch.longest_silence_s == 26 and watch.contained == {"tick.E": 4}
+    assert watch.longest_silence_s(33) == 26 and watch.contained == {"tick.E": 4}
+    assert watch.longest_silence_s(3600) == 3568, "the service has been silent since then"
     assert watch.rates[0] == (6, pytest.approx(110 / 6))
     watch.miss(TimeoutError())
     assert watch.failures == {"TimeoutError": 1}
