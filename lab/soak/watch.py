@@ -20,7 +20,7 @@ class ServiceWatch:
         self.contained: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()  # of calls for the status, by kind of error
         self._seen: dict[str, int] = {}  # contained errors of the present coordinator
-        self._batches: dict[str, int] = {}  # tokens by batch
+        self._batches: dict[str, int] = {}  # tokens of each batch, as last seen; a lost coordinator's come back
         self._made, self._since_s, self._last_token_s = 0, 0.0, 0.0
 
     def miss(self, error: Exception) -> None:
@@ -37,7 +37,8 @@ class ServiceWatch:
         if new:
             self._longest_silence_s = self.longest_silence_s(at_s)
             self._last_token_s = at_s
-        self._batches, self._made = batches, self._made + new
+        self._batches |= batches
+        self._made += new
         if at_s - self._since_s >= RATE_S:
             self.rates.append((at_s, self._made / (at_s - self._since_s)))
             self._made, self._since_s = 0, at_s

@@ -302,6 +302,15 @@ def test_silence_rates_and_contained_errors_over_a_lost_coordinator():
     assert watch.failures == {"TimeoutError": 1}
 
 
+def test_tokens_that_a_new_coordinator_has_from_the_log_are_not_made_again():
+    watch = ServiceWatch()
+    for at_s, tokens in ((1, 100), (6, 200), (10, None), (20, 200), (25, 230)):
+        seen = status(tokens or 0)
+        watch.look(at_s, seen if tokens else seen.model_copy(update={"batches": ()}))
+    assert watch.longest_silence_s(25) == 19 and sum(rate > 0 for _, rate in watch.rates) == 2
+    assert watch.rates[-1] == (25, pytest.approx(6.0))
+
+
 def report(**changes) -> dict:
     log = ProcessLog()
     for at_s in range(0, 400, 5):
