@@ -128,7 +128,7 @@ class AnswerBook:
     def _compare(self, name: str, number: int, group: GroupResult, sample: SampleResult) -> None:
         script = self._scripts[name]
         stretches = stretches_of(sample, self._weights)
-        self._check_digests(script.batch(number), group, sample)
+        self._check_weights(script.batch(number), group, sample)
         if not stretches:  # it failed without a token
             return
         first, template = stretches[0], number % len(script.batches)
@@ -141,11 +141,12 @@ class AnswerBook:
         if len(stretches) > 1:
             self.crossed.append(Crossed(script.batch(number), group, sample, stretches))
 
-    def _check_digests(self, batch: RolloutBatch, group: GroupResult, sample: SampleResult) -> None:
-        """Checks that each segment names the content of its weights."""
+    def _check_weights(self, batch: RolloutBatch, group: GroupResult, sample: SampleResult) -> None:
+        """Checks that each segment names the content of its weights, and that they are none before the batch's."""
         for segment in sample.segments:
             digest = self._digests.get(segment.weights_version % self._weights, "")
-            if digest and segment.weights_digest and segment.weights_digest != digest:
+            is_other = digest and segment.weights_digest and segment.weights_digest != digest
+            if is_other or segment.weights_version < (batch.weights_version or 0):
                 self.blame(batch, group, sample, {"position": segment.start, "what": "weights"})
 
     def blame(self, batch: RolloutBatch, group: GroupResult, sample: SampleResult, found: Mapping) -> None:

@@ -147,6 +147,12 @@ def test_tokens_of_other_weights_than_their_version_are_wrong(book, scripts):
     assert [one["position"] for one in book.wrong] == [0]
 
 
+def test_tokens_of_weights_before_those_of_the_batch_are_wrong(book, scripts):
+    assert scripts[0].batch(2).weights_version == 4
+    deliver(book, TRAINER, 2, groups_of(scripts[0], 2, [(3, TOKENS)]))
+    assert [(one["position"], one["what"]) for one in book.wrong] == [(0, "weights")] * 16
+
+
 def test_a_batch_that_ends_without_a_group_or_a_sample_loses_them(book, scripts):
     groups = groups_of(scripts[1], 0, [(4, TOKENS)])
     short = groups[0].model_copy(update={"samples": groups[0].samples[:1]})
