@@ -26,7 +26,9 @@ MODULE = ("-m", "tailrace.lab.soak.driver")
 
 
 class DriverProcess:
-    """`hear`: called with each event of the driver, see lab/soak/driver.py. `folder`: for its script and its stderr."""
+    """`hear`: called with each event of the driver, see lab/soak/driver.py, and with an error if its process dies
+    without one. `folder`: for its script and its stderr.
+    """
 
     def __init__(self, script: DriverScript, address: str, folder: Path, hear: Callable[[str, dict], None]):
         self.script, self._address, self._hear = script, address, hear
@@ -35,16 +37,20 @@ class DriverProcess:
         self._number = 0
         self._process: asyncio.subprocess.Process | None = None
         self._finishing, self._in_batch = False, False
+        self._is_explained = False  # the present process was killed here, or has told its error
 
     async def run(self) -> None:
         """Runs the driver until `finish`, and then until the batch in flight has ended."""
         try:
             while self._in_batch or not self._finishing:
+                self._is_explained = False
                 with self._file.with_suffix(".stderr").open("ab") as errors:
                     self._process = await self._start(errors)
                 async for line in self._process.stdout:
                     self._take(line)
-                await self._process.wait()
+                status = await self._process.wait()
+                if status and not (self._is_explained or self._finishing):
+                    self._hear(self.script.name, {"event": "error", "text": self._end(status)})
                 await asyncio.sleep(AGAIN_S)
         finally:
             self.kill()
@@ -65,6 +71,11 @@ class DriverProcess:
             start_new_session=True,
         )
 
+    def _end(self, status: int) -> str:
+        """Returns how the process has ended, with the last line of its stderr."""
+        last = self._file.with_suffix(".stderr").read_text(errors="replace").splitlines()[-1:]
+        return ": ".join([f"its process ended with status {status}", *(line[:300] for line in last)])
+
     def _take(self, line: bytes) -> None:
         """Takes a line of the driver. The last one of a killed driver may be torn."""
         if not (line.startswith(b"{") and line.endswith(b"\n")):
@@ -76,6 +87,8 @@ class DriverProcess:
                 self._in_batch = True
             case "ended":
                 self._number, self._in_batch = event["batch"] + 1, False
+            case "error":
+                self._is_explained = True
 
     @property
     def pid(self) -> int | None:
@@ -85,6 +98,7 @@ class DriverProcess:
         """Kills the process. Returns whether it ran."""
         if self.pid is None:
             return False
+        self._is_explained = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         return True

@@ -385,6 +385,44 @@ while True:
 """
 
 
+async def until_soon(holds, seconds: float = 1.0) -> None:
+    """Returns once `holds()`, or after some seconds."""
+    for _ in range(int(100 * seconds)):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("os.abort()", ["its process ended with status -6: no memory"]),
+        ("""print(json.dumps({"event": "error", "text": "refused"}), flush=True); sys.exit(1)""", ["refused"]),
+        ("time.sleep(600)", []),
+    ],
+)
+def test_a_driver_that_dies_unexplained_is_an_error(ends, said, scripts, tmp_path, monkeypatch):
+    code = f"import json, os, sys, time; print('no memory', file=sys.stderr, flush=True); {ends}"
+    monkeypatch.setattr("tailrace.lab.soak.driver_process.MODULE", ("-c", code))
+    monkeypatch.setattr("tailrace.lab.soak.driver_process.AGAIN_S", 600.0)
+    heard = []
+    driver = DriverProcess(scripts[0], "here", tmp_path, lambda _, event: heard.append(event["text"]))
+    errors = tmp_path / f"{TRAINER}.stderr"
+
+    async def drive():
+        running = asyncio.create_task(driver.run())
+        await until_soon(lambda: errors.exists() and errors.read_text(), 60.0)
+        if not said:
+            assert driver.kill()
+        await until_soon(lambda: driver.pid is None, 60.0)
+        await until_soon(lambda: heard)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(drive())
+    assert heard == said
+
+
 @pytest.mark.slow
 def test_a_killed_driver_comes_back_with_its_batch_and_the_last_batch_ends(scripts, tmp_path, monkeypatch):
     heard = []
