@@ -169,5 +169,10 @@ async def act(kind: str, scene: Scene) -> tuple[bool, str]:
         async with asyncio.timeout(ACT_S):
             note = await KINDS[kind](scene)
     except Exception as error:  # noqa: BLE001 - a victim may be gone; the soak continues, and reports it
-        return False, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return False, said(error)
     return bool(note), note or "nothing to disturb"
+
+
+def said(error: BaseException) -> str:
+    """Returns an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

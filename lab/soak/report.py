@@ -14,6 +14,8 @@ def faults_of(report: Mapping) -> list[str]:
     ]
     found += [f"{count} failed: {reason}" for reason, count in report["failed"].items()]
     found += [f"driver error: {text}" for text in report["driver_errors"]]
+    if error := report["crossed"].get("error"):
+        found.append(f"the check of the samples that crossed an update ended: {error}")
     if report["left_over"]:
         found.append(f"{report['left_over']} processes left over")
     if not report["samples"]:

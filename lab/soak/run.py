@@ -162,7 +162,9 @@ class LiveSoak:
         await _cancelled(*rolling)
 
     async def _check_crossed(self, stopped: asyncio.Event) -> dict:
-        """Checks the samples that crossed updates; if the soak is stopped, none or a part of them."""
+        """Checks the samples that crossed updates; if the soak is stopped, none or a part of them. An error of the
+        check is part of the report, which has the rest.
+        """
         unchecked = sum(len(one.stretches) - 1 for one in self._book.crossed)
         none = {"samples": len(self._book.crossed), "checked": 0, "unchecked": unchecked}
         if stopped.is_set():
@@ -170,9 +172,10 @@ class LiveSoak:
         checking = asyncio.create_task(crossings.check(self._client, self._folders, self._book, self._say))
         waiting = asyncio.create_task(stopped.wait())
         await asyncio.wait([checking, waiting], return_when=asyncio.FIRST_COMPLETED)
-        result = checking.result() if checking.done() else none
+        error = checking.exception() if checking.done() else None
+        result = checking.result() if checking.done() and error is None else none
         await _cancelled(waiting, checking)
-        return result
+        return result if error is None else result | {"error": faults.said(error)}
 
     async def _strike(self, drivers: dict[str, DriverProcess]) -> None:
         plan = self._plan

@@ -23,6 +23,7 @@ from tailrace.lab.soak.memory import ProcessLog, mb_per_hour
 from tailrace.lab.soak.page import page
 from tailrace.lab.soak.processes import Reading, is_alive, read_all, role_of
 from tailrace.lab.soak.report import faults_of, lines, memory_rows
+from tailrace.lab.soak.run import LiveSoak, SoakPlan
 from tailrace.lab.soak.schedule import strikes
 from tailrace.lab.soak.scripts import EVALUATOR, TRAINER, scripts_of
 from tailrace.lab.soak.watch import ServiceWatch
@@ -286,6 +287,21 @@ def test_processes_are_this_one_and_its_children():
     child.communicate()
 
 
+def test_a_service_that_is_gone_at_the_last_check_leaves_the_report(scripts):
+    class Gone:
+        async def status(self):
+            raise TimeoutError("the coordinator\ndoes not answer")
+
+    async def check() -> dict:
+        live = LiveSoak(Gone(), scripts, FOLDERS, SoakPlan(1.0, 0, ("replica_killed",), (1.0, 2.0)), print)
+        return await live._check_crossed(asyncio.Event())
+
+    crossed = asyncio.run(check())
+    assert crossed == {
+        "samples": 0, "checked": 0, "unchecked": 0, "error": "TimeoutError: the coordinator does not answer"
+    }  # fmt: skip
+
+
 def status(tokens: int, contained: dict | None = None) -> ServiceSnapshot:
     batch = BatchStatus(batch_id="b", samples=1, ended=0, groups=1, emitted=0, tokens=tokens, tail=False, seconds=1.0)
     quiet = {"waiting": 0, "running": 1, "replicas": (), "observed_s": 0.0, "waits_for": None, "policies": {}}
@@ -341,6 +357,10 @@ def report(**changes) -> dict:
         ({"failed": {"failed: no": 3}}, ["3 failed: failed: no"]),
         ({"driver_errors": ["trainer: x"]}, ["driver error: trainer: x"]),
         ({"left_over": 1}, ["1 processes left over"]),
+        (
+            {"crossed": {"samples": 4, "checked": 0, "unchecked": 4, "error": "TimeoutError: no"}},
+            ["the check of the samples that crossed an update ended: TimeoutError: no"],
+        ),
         ({"samples": 0}, ["no sample has ended"]),
     ],
 )
