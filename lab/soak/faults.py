@@ -34,6 +34,8 @@ FROZEN_S = 240.0
 
 LOOK_S = 1.0
 
+NO_VICTIM = "nothing to disturb"
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
@@ -170,7 +172,7 @@ async def act(kind: str, scene: Scene) -> tuple[bool, str]:
             note = await KINDS[kind](scene)
     except Exception as error:  # noqa: BLE001 - a victim may be gone; the soak continues, and reports it
         return False, said(error)
-    return bool(note), note or "nothing to disturb"
+    return bool(note), note or NO_VICTIM
 
 
 def said(error: BaseException) -> str:

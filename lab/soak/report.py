@@ -38,6 +38,7 @@ def lines(report: Mapping) -> list[str]:
         f"and compared, {crossed['unchecked']} not",
         "contained errors: " + (", ".join(f"{name} {count}" for name, count in report["contained"].items()) or "none"),
     ]
+    found += [f"fault failed: {count} {note}" for note, count in report["faults_that_failed"].items()]
     found += [f"failed: {count} {reason}" for reason, count in report["failed"].items()]
     found += [f"wrong: {one}" for one in report["first_wrong"]]
     return found

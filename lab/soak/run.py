@@ -222,6 +222,8 @@ class LiveSoak:
 
     def _report(self, seconds: float, stopped: bool, unfinished: int, crossed: dict) -> dict:
         happened = Counter(one["kind"] for one in self._struck if one["happened"])
+        missed = [one for one in self._struck if not one["happened"]]
+        failed = Counter(f"{one['kind']}: {one['note']}" for one in missed if one["note"] != faults.NO_VICTIM)
         book = self._book
         return {
             "seconds": round(seconds, 1),
@@ -235,7 +237,8 @@ class LiveSoak:
             "driver_errors": book.errors,
             "crossed": crossed,
             "faults": dict(sorted(happened.items())),
-            "faults_without_a_victim": sum(not one["happened"] for one in self._struck),
+            "faults_without_a_victim": len(missed) - failed.total(),
+            "faults_that_failed": dict(failed),
             "longest_silence_s": round(self._watch.longest_silence_s(seconds), 1),
             "contained": dict(sorted(self._watch.contained.items())),
             "status_failures": dict(sorted(self._watch.failures.items())),

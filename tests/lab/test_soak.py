@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from waiting import is_alive as lives
@@ -19,12 +20,13 @@ from tailrace.lab.demo import PROMPTS
 from tailrace.lab.soak.answers import AnswerBook, Stretch
 from tailrace.lab.soak.crossings import judge, request
 from tailrace.lab.soak.driver_process import DriverProcess
+from tailrace.lab.soak.faults import KINDS as KINDS_OF_FAULTS
 from tailrace.lab.soak.memory import ProcessLog, mb_per_hour
 from tailrace.lab.soak.page import page
 from tailrace.lab.soak.processes import Reading, is_alive, read_all, role_of
 from tailrace.lab.soak.report import faults_of, lines, memory_rows
 from tailrace.lab.soak.run import LiveSoak, SoakPlan
-from tailrace.lab.soak.schedule import strikes
+from tailrace.lab.soak.schedule import Strike, strikes
 from tailrace.lab.soak.scripts import EVALUATOR, TRAINER, scripts_of
 from tailrace.lab.soak.watch import ServiceWatch
 from tailrace.policies.protocol.actions import SampleEnd
@@ -302,6 +304,22 @@ def test_a_service_that_is_gone_at_the_last_check_leaves_the_report(scripts):
     }  # fmt: skip
 
 
+def test_a_fault_that_cannot_be_done_is_not_one_that_found_nothing_to_disturb(scripts, monkeypatch):
+    async def forbidden(_scene):
+        raise PermissionError(1, "cannot stop thread 7 by ptrace")
+
+    monkeypatch.setitem(KINDS_OF_FAULTS, "engine_frozen", forbidden)
+    live = LiveSoak(None, scripts, FOLDERS, SoakPlan(1.0, 0, ("engine_frozen",), (1.0, 2.0)), print)
+    drivers = {EVALUATOR: SimpleNamespace(kill=lambda: False)}
+    for kind in ("engine_frozen", "engine_frozen", "evaluator_killed"):
+        asyncio.run(live._act(Strike(1.0, kind, 0.5), drivers))
+    made = live._report(60.0, False, 0, {})
+    assert (made["faults"], made["faults_without_a_victim"]) == ({}, 1)
+    ((said, count),) = made["faults_that_failed"].items()
+    assert count == 2 and said.startswith("engine_frozen: PermissionError: ")
+    assert f"fault failed: 2 {said}" in lines(report(faults_that_failed=made["faults_that_failed"]))
+
+
 def status(tokens: int, contained: dict | None = None) -> ServiceSnapshot:
     batch = BatchStatus(batch_id="b", samples=1, ended=0, groups=1, emitted=0, tokens=tokens, tail=False, seconds=1.0)
     quiet = {"waiting": 0, "running": 1, "replicas": (), "observed_s": 0.0, "waits_for": None, "policies": {}}
@@ -342,8 +360,8 @@ def report(**changes) -> dict:
         "seconds": 400.0, "seed": 0, "stopped": False, "batches": 3, "samples": 40, "tokens": 4000, "lost": 0,
         "repeated": 2, "updates": 1, "unfinished": 0, "wrong": 0, "failed": {}, "first_wrong": [], "driver_errors": [],
         "crossed": {"samples": 4, "checked": 4, "unchecked": 0}, "faults": {"replica_killed": 1},
-        "faults_without_a_victim": 0, "longest_silence_s": 12.0, "contained": {}, "status_failures": {},
-        "memory": log.report(180.0),
+        "faults_without_a_victim": 0, "faults_that_failed": {}, "longest_silence_s": 12.0,
+        "contained": {}, "status_failures": {}, "memory": log.report(180.0),
         "strikes": [strike], "tokens_per_s": [(5.0, 80.0), (10.0, 90.0)], "rss": log.curves(), "left_over": 0,
     } | changes  # fmt: skip
 
