@@ -280,6 +280,8 @@ async def _later(site: FaultSite, fault: Fault) -> None:
 
 def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
     for process, task in running.values():
+        if process.alive and task.cancelled():
+            return f"{process.name} was cancelled, by nobody"
         if process.alive and task.done() and task.exception() is not None:
             error = task.exception()
             return str(error) if isinstance(error, Wrong) else f"a driver got {error!r}"

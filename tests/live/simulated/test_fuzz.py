@@ -359,6 +359,15 @@ def replicas_that_stay_idle(monkeypatch):
     monkeypatch.setattr(RolloutCore, "decide", lambda self, tick: decide(self, tick) if tick.now % 60 > 40 else [])
 
 
+def calls_that_end_as_cancelled(monkeypatch):
+    """A client's update ends in Serve's form of a cancelled call, though nobody has cancelled it."""
+
+    async def update_weights(self, *_):
+        raise asyncio.CancelledError("Serve's")
+
+    monkeypatch.setattr(RolloutClient, "update_weights", update_weights)
+
+
 @pytest.mark.parametrize(
     ("broken", "kinds", "first", "problem"),
     [
@@ -382,6 +391,7 @@ def replicas_that_stay_idle(monkeypatch):
         (replicas_that_stay_idle, ("slow",), 0, "while a replica was ready and idle"),
         (answers_that_were_cut, ("hasty",), 3, "cancelled without a request"),
         (an_admission_that_checks_nothing, ("impossible",), 1, "was taken by"),
+        (calls_that_end_as_cancelled, ("slow",), 0, "was cancelled, by nobody"),
     ],
 )
 def test_the_simulation_finds_the_defect(monkeypatch, broken, kinds, first, problem):
