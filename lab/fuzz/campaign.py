@@ -48,11 +48,14 @@ def outcome_of(
     seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE, exactness: Exactness = "bits"
 ) -> Outcome:
     """Runs one seed, see `plan_of`. Returns its outcome; an exception of the simulation itself is a failure, too."""
-    plan = plan_of(seed, kinds, singles, exactness)
+    return _outcome_of(plan_of(seed, kinds, singles, exactness))
+
+
+def _outcome_of(plan: RunPlan) -> Outcome:
     try:
         return run(plan)
     except Exception as error:  # noqa: BLE001 - the edge of a run: the seed is named, the others continue
-        return Outcome(seed, f"the simulation ended with {error!r}", plan.all_faults)
+        return Outcome(plan.seed, f"the simulation ended with {error!r}", plan.all_faults)
 
 
 def described(plan: RunPlan) -> list[str]:
@@ -83,7 +86,7 @@ def shortened(plan: RunPlan) -> RunPlan:
     while shorter:
         shorter = False
         for candidate in _shorter(plan):
-            if run(candidate).problem is not None:
+            if _outcome_of(candidate).problem is not None:
                 plan, shorter = candidate, True
                 break
     return plan

@@ -466,6 +466,18 @@ def test_a_failing_schedule_is_shortened(monkeypatch):
     assert [fault.kind for fault in short.faults] == ["damaged"]
 
 
+def test_a_schedule_that_ends_the_simulation_itself_is_shortened(monkeypatch):
+    def ends(plan):
+        if any(fault.kind == "damaged" for fault in plan.faults):
+            raise ZeroDivisionError
+        return Outcome(plan.seed, None, ())
+
+    monkeypatch.setattr("tailrace.lab.fuzz.campaign.run", ends)
+    plans = (plan_of(seed, ("damaged", "slow", "late", "join")) for seed in range(60))
+    plan = next(plan for plan in plans if {"damaged"} < {fault.kind for fault in plan.faults})
+    assert [fault.kind for fault in shortened(plan).faults] == ["damaged"]
+
+
 def test_the_command_reports_and_refuses_unknown_kinds():
     ran = CliRunner().invoke(main, ["fuzz", "--seeds", "8", "--kinds", "kill,coordinator", "--json"])
     result = json.loads(ran.stdout.splitlines()[-1])
