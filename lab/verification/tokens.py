@@ -3,7 +3,8 @@
 Law 2: a sample's tokens are a function of weights, prompt, sampling parameters and sample key, and of nothing else.
 Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). At exactness `law` a token may differ, too:
 that is a flip, which is counted, and tokens after it are not compared. All else fails at both levels: a sample that is
-missing, another end after the same tokens, a logprob that is no number. Called by `tailrace verify`.
+missing, that came twice or that nobody asked for, another end after the same tokens, a logprob that is no number.
+Called by `tailrace verify`.
 """
 
 import asyncio
@@ -191,6 +192,7 @@ def compare(
             noise.append(gaps)
             compared += one["position"] + 1 if one and one["what"] == "token" else len(gaps) // len(kinds)
             found += [{"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **one}] if one else []
+    found += surplus(expected, got)
     seen, flips = np.concatenate(noise), [one for one in found if one["what"] == "token"]
     breaks = found if exactness == "bits" else [one for one in found if one not in flips]
     return {
@@ -202,6 +204,20 @@ def compare(
         "max_logprob_difference": float(seen.max()),
         "mean_logprob_difference": float(seen.mean()),
     }
+
+
+def surplus(expected: list[GroupResult], got: list[GroupResult]) -> list[dict]:
+    """Returns a difference for each sample that came more than once, or that is not among the expected ones."""
+    wanted, came = (
+        Counter((group.prompt_id, sample.sample_index) for group in groups for sample in group.samples)
+        for groups in (expected, got)
+    )
+    more = [place for place, count in sorted(came.items()) if count > 1 or not wanted[place]]
+    kinds = ["doubled" if wanted[place] else "surplus" for place in more]
+    return [
+        {"prompt_id": name, "sample_index": index, "position": 0, "what": kind}
+        for (name, index), kind in zip(more, kinds, strict=True)
+    ]
 
 
 def difference(

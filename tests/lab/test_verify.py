@@ -77,6 +77,17 @@ def test_a_missing_sample_is_a_difference():
     assert compare(groups, fewer)["first_difference"]["what"] == "missing"
 
 
+@pytest.mark.parametrize("exactness", ["bits", "law"])
+def test_a_sample_that_comes_twice_or_that_nobody_asked_for_is_a_difference(exactness):
+    (group,) = rollout()
+    more = group.samples[1].model_copy(update={"sample_index": 2})
+    unasked = [group.model_copy(update={"samples": (*group.samples, more)})]
+    for got, index, what in (([group, group], 0, "doubled"), (unasked, 2, "surplus")):
+        result = compare([group], got, exactness=exactness)
+        first = result["first_difference"]
+        assert not (result["identical"] or result["holds"]) and (first["sample_index"], first["what"]) == (index, what)
+
+
 def test_the_deliberate_corruption_is_found():
     groups = rollout()
     first = compare(groups, corrupt(groups))["first_difference"]
