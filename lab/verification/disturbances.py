@@ -1,4 +1,4 @@
-"""Disturbances of a running batch: each happens once the batch is under way, and returns a note.
+"""Disturbances of a running batch: each happens once the batch is under way, and returns a note, empty if it did not.
 
 Lost tokens must be made again, and be the same. Called by the runs of `tailrace verify`.
 """
@@ -70,20 +70,22 @@ async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
     """Kills, in mid-chunk, the replica with the most chunks."""
     status = await _under_way(client, batch_id)
     victim = max(status.replicas, key=lambda replica: replica.running)
-    kill_actors(victim.replica_id)
-    return f"killed replica {victim.replica_id}, which ran {victim.running} chunks"
+    killed = kill_actors(victim.replica_id)
+    return f"killed replica {victim.replica_id}, which ran {victim.running} chunks" if killed else ""
 
 
 async def kill_the_coordinator(client: RolloutClient, batch_id: str) -> str:
     """Kills the coordinator: Serve starts another, which knows nothing; the driver's client continues."""
     status = await _under_way(client, batch_id)
-    return f"killed {kill_actors('#Coordinator#')} coordinator with {status.running} samples running"
+    killed = kill_actors("#Coordinator#")
+    return f"killed {killed} coordinator with {status.running} samples running" if killed else ""
 
 
 async def kill_the_context(client: RolloutClient, batch_id: str) -> str:
     """Kills every actor that keeps the group context; Ray starts them again, empty."""
     await _under_way(client, batch_id)
-    return f"killed {kill_actors('-context-', no_restart=False)} actors of the group context"
+    killed = kill_actors("-context-", no_restart=False)
+    return f"killed {killed} actors of the group context" if killed else ""
 
 
 async def kill_the_drafter(client: RolloutClient, batch_id: str) -> str:
@@ -91,7 +93,8 @@ async def kill_the_drafter(client: RolloutClient, batch_id: str) -> str:
     before = guesses(await client.status())
     while guesses(await _under_way(client, batch_id)) <= before:
         await asyncio.sleep(0.05)
-    return f"draft models killed: {kill_actors('#Drafter#')}"
+    killed = kill_actors("#Drafter#")
+    return f"draft models killed: {killed}" if killed else ""
 
 
 def guesses(status: ServiceSnapshot) -> int:

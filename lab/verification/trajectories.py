@@ -39,7 +39,9 @@ class PlayedTrajectory(NamedTuple):
 
 
 async def trajectories(client: RolloutClient, url: str, batch: RolloutBatch) -> tuple[list[GroupResult], str]:
-    """Returns the groups of first turns, and a note of what was killed. Raises Failed if the plays differ."""
+    """Returns the groups of first turns, and a note of what was killed, empty if a kill found nothing. Raises Failed if
+    the plays differ, or if a trajectory has no rows.
+    """
     connection = GatewayConnection(url, Connections(url, None, MAX_OPEN), DEPLOY_S)
     places = [(group, index) for group in batch.groups for index in range(group.samples)]
     try:
@@ -49,10 +51,12 @@ async def trajectories(client: RolloutClient, url: str, batch: RolloutBatch) -> 
     finally:
         connection.close()
     for (group, index), one, other in zip(places, alone, killed, strict=True):
-        if one.tokens() != other.tokens():
-            raise Failed(f"trajectories: {group.prompt_id!r} index {index} has other rows after the kills")
+        if not one.rows or one.tokens() != other.tokens():
+            fault = "other rows after the kills" if one.rows else "no rows"
+            raise Failed(f"trajectories: {group.prompt_id!r} index {index} has {fault}")
     rows = sum(len(one.rows) for one in killed)
-    return list(groups_of_answers([one.first for one in killed]).values()), ", ".join([f"{rows} rows", *notes])
+    note = ", ".join([f"{rows} rows", *notes]) if all(notes) else ""
+    return list(groups_of_answers([one.first for one in killed]).values()), note
 
 
 async def _played(
@@ -79,7 +83,9 @@ async def _played(
             asked.append(_turn(connection, trajectory, path, body, settings, group.prompt_id))
         found = await asyncio.gather(*asked)
         answers = answers or found
-        notes += [await kill] if kill is not None else []
+        if kill is not None:  # one that found nobody busy until now would wait for ever
+            notes.append(kill.result() if kill.done() else "")
+            kill.cancel()
     rows = [(await one.rows()).rows for one in opened]
     for one in opened:
         await one.close()
@@ -99,17 +105,17 @@ async def _turn(
 
 async def kill_a_busy_replica(client: RolloutClient) -> str:
     victim = max((await _busy(client)).replicas, key=lambda replica: replica.running)
-    kill_actors(victim.replica_id)
-    return f"killed a replica with {victim.running} chunks"
+    return f"killed a replica with {victim.running} chunks" if kill_actors(victim.replica_id) else ""
 
 
 async def kill_the_gateway(client: RolloutClient) -> str:
-    return f"{kill_actors('#Gateway#')} gateway"
+    killed = kill_actors("#Gateway#")
+    return f"{killed} gateway" if killed else ""
 
 
 async def kill_the_busy_coordinator(client: RolloutClient) -> str:
-    running = (await _busy(client)).running
-    return f"{kill_actors('#Coordinator#')} coordinator with {running} samples"
+    running, killed = (await _busy(client)).running, kill_actors("#Coordinator#")
+    return f"{killed} coordinator with {running} samples" if killed else ""
 
 
 async def _busy(client: RolloutClient):

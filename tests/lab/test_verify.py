@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import numpy as np
@@ -11,13 +12,13 @@ from safetensors.numpy import save_file
 
 from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
-from tailrace.app.errors import BadInput
+from tailrace.app.errors import BadInput, Failed
 from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.lab.commands.verify import _at_level, _chosen
-from tailrace.lab.verification import tokens
+from tailrace.lab.verification import disturbances, tokens, trajectories
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
 from tailrace.lab.verification.closeness import sentences
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
@@ -160,6 +161,64 @@ def test_a_run_that_has_not_shown_what_it_is_there_for_fails(name, short, lacks,
     failed = certificate(plain | {name: short})
     assert not failed["identical"] and lacks in failed["runs"][1]["first_difference"]["what"]
     assert certificate(plain | {name: whole})["identical"]
+
+
+KILLS = ("kill_a_replica", "kill_the_coordinator", "kill_the_context", "kill_the_drafter")
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_kill_that_finds_no_process_has_no_note(monkeypatch, killed):
+    counts = iter(range(9))  # guesses of draft models, which grow
+    replica = SimpleNamespace(replica_id="r", running=2)
+    status = SimpleNamespace(replicas=[replica], running=2, batches=[])
+    for module in (disturbances, trajectories):
+        monkeypatch.setattr(module, "kill_actors", lambda *_, **__: killed)
+    monkeypatch.setattr(disturbances, "_under_way", AsyncMock(return_value=status))
+    monkeypatch.setattr(disturbances, "guesses", lambda _: next(counts))
+    client = AsyncMock()
+    client.status.return_value = status
+    notes = [asyncio.run(getattr(disturbances, name)(client, "b")) for name in KILLS]
+    notes += [asyncio.run(kill(client)) for kill in trajectories.KILLS]
+    assert [bool(note) for note in notes] == [bool(killed)] * 7
+
+
+@pytest.mark.parametrize(
+    ("rows", "notes", "said"),
+    [
+        ([1], ["1 gateway"], "1 rows, 1 gateway"),
+        ([1], ["1 gateway", ""], ""),
+        ([], ["1 gateway"], "trajectories: 'p' index 0 has no rows"),
+    ],
+)
+def test_trajectories_show_rows_and_every_kill(monkeypatch, rows, notes, said):
+    played = SimpleNamespace(rows=rows, first=None, tokens=lambda: rows)
+    monkeypatch.setattr(trajectories, "_played", AsyncMock(return_value=([played], notes)))
+    monkeypatch.setattr(trajectories, "groups_of_answers", lambda _: {})
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,), samples=1),))
+    try:
+        assert asyncio.run(trajectories.trajectories(AsyncMock(), "http://127.0.0.1:1", batch)) == ([], said)
+    except Failed as error:
+        assert str(error) == said
+    else:
+        assert rows
+
+
+def test_a_kill_that_finds_nobody_busy_is_not_waited_for(monkeypatch):
+    """All turns have ended: the service has no running sample any more."""
+    answer = SimpleNamespace(prompt_token_ids=(1,), sample=SimpleNamespace(token_ids=(2,)))
+    trajectory = SimpleNamespace(rows=AsyncMock(return_value=SimpleNamespace(rows=(1,))), close=AsyncMock())
+    monkeypatch.setattr(trajectories, "CapturedTrajectory", lambda *_: trajectory)
+    monkeypatch.setattr(trajectories, "_turn", AsyncMock(return_value=answer))
+    monkeypatch.setattr(trajectories, "kill_actors", lambda *_, **__: 1)
+    group = PromptGroup(prompt_id="p", token_ids=(1,), samples=1)
+    batch, client = RolloutBatch(batch_id="b", groups=(group,)), AsyncMock()
+    client.status.return_value = SimpleNamespace(running=0)
+
+    async def played():
+        async with asyncio.timeout(10):
+            return await trajectories._played(AsyncMock(), batch, [(group, 0)], client, trajectories.KILLS)
+
+    assert asyncio.run(played())[1] == ["", "1 gateway", ""]
 
 
 def test_raw_logprobs_may_be_absent_over_http_alone():
