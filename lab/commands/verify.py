@@ -81,9 +81,8 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
         result = certificate(rolled, file.application.args.engine.close_call_tolerance, exactness)
     if only != "runs":
         update = _update(file, batch, kv_on_update, say)
-        update["holds"] = update["identical"] or (
-            exactness == "law" and update["samples"] > 0 and not (update["old_kv_hit_tokens"] or update.get("mixed"))
-        )
+        faults = update["old_kv_hit_tokens"] or update["unchecked"] or update.get("mixed")
+        update["holds"] = update["identical"] or (exactness == "law" and update["samples"] > 0 and not faults)
         both = {key: result[key] and update[key] for key in ("identical", "holds")}
         result |= {"update": update} | both
     if as_json:
@@ -170,6 +169,8 @@ def _fail_where_it_differs(result: dict) -> None:
     if update is not None and not update["holds"]:
         if mixed := update.get("mixed"):
             raise Failed(f"{mixed} samples did not end under the weights that they began with")
+        if unchecked := update["unchecked"]:
+            raise Failed(f"{unchecked} samples of the update could not be checked: their tokens or spans are missing")
         at = update["first_difference"]
         where = f"; first at prompt {at['prompt_id']!r}, position {at['position']}" if at else ""
         raise Failed(

@@ -68,23 +68,26 @@ async def _roll(client: RolloutClient, batch: RolloutBatch, name: str, into: lis
 
 
 def certificate(rolls: FinishedRolls) -> dict:
-    """Returns `identical`: samples were in flight at the update, none is `mixed`, and all tokens are those of their
-    version alone. `flips`, `compared_tokens`: as in the other update certificate.
+    """Returns `identical`: samples were in flight at the update, none is `mixed` or `unchecked`, and all tokens are
+    those of their version alone. `unchecked`: samples that one run of two has. `flips`, `compared_tokens`: as in the
+    other update certificate.
     """
-    first, flipped, compared, mixed = None, 0, 0, 0
+    first, flipped, compared, mixed, unchecked = None, 0, 0, 0, 0
     for alone, others in ((rolls.before, rolls.across), (rolls.after, rolls.right_after)):
         expected, found = _samples(alone), _samples(others)
-        for (prompt_id, index), sample in sorted(found.items()):
-            theirs = expected[prompt_id, index]
+        unchecked += len(expected.keys() ^ found.keys())
+        for prompt_id, index in sorted(expected.keys() & found.keys()):
+            sample, theirs = found[prompt_id, index], expected[prompt_id, index]
             at = _parts_at(theirs.token_ids, sample.token_ids)
             mixed += _versions(sample) != _versions(theirs) or len(_versions(sample)) > 1
             flipped, compared = flipped + (at is not None), compared + (len(sample.token_ids) if at is None else at + 1)
             if at is not None and first is None:
                 first = {"prompt_id": prompt_id, "sample_index": index, "position": at}
     return {
-        "identical": first is None and not mixed and rolls.in_flight > 0,
+        "identical": first is None and not mixed and not unchecked and rolls.in_flight > 0,
         "samples": rolls.in_flight,
         "mixed": mixed,
+        "unchecked": unchecked,
         "first_difference": first,
         "flips": flipped,
         "compared_tokens": compared,

@@ -30,6 +30,8 @@ def measure(file: ServeFile, batch: RolloutBatch, weights: Path, kv_on_update: s
     with service(file, None) as client:
         crossed, spans = asyncio.run(_cross(client, batch, policies, weights))
     rest = batch.model_copy(update={"groups": tuple(filter(None, map(rest_of, crossed, groups))), "keep_trace": False})
+    if not rest.groups:
+        return certificate(crossed, [], spans)
     say(f"{len(rest.groups)} samples crossed the update; starting two replicas that have the new weights only")
     with service(with_engine(file, {"model": str(weights)}), None) as client:
         fresh = asyncio.run(_roll(client, rest, policies))
@@ -53,8 +55,9 @@ async def _cross(client: RolloutClient, batch: RolloutBatch, policies: Policies,
 
     updating = asyncio.create_task(update())
     groups = [group async for group in client.rollout(batch)]
-    if not updating.done():
-        updating.cancel()
+    if updating.done():
+        updating.result()  # its error, if it was refused
+    updating.cancel()
     spans = await client.take_trace(batch.batch_id)
     order = [group.prompt_id for group in batch.groups]
     return sorted(groups, key=lambda g: order.index(g.prompt_id)), [s for s in spans if s["name"] == "engine"]
@@ -86,9 +89,11 @@ def rest_of(group: GroupResult, wanted: PromptGroup) -> PromptGroup | None:
 
 def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: list[dict]) -> dict:
     """Returns `identical`: no old KV was hit, and every token after the update equals the fresh one's. `flips`: samples
-    whose tokens part, `compared_tokens`: up to there, where exactness `law` allows them.
+    whose tokens part, `compared_tokens`: up to there, where exactness `law` allows them. `unchecked`: samples that
+    crossed the update, and have no fresh tokens or no span of their first chunk after it.
     """
     theirs = {group.prompt_id: group.samples[0].token_ids for group in fresh}
+    crossing_groups = sum(crossing(group) is not None for group in crossed)
     first, flipped, compared = None, 0, 0
     for group in crossed:
         if group.prompt_id in theirs:
@@ -102,9 +107,11 @@ def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: lis
     hits = [span["attributes"] for span in first_chunks(spans)]
     before = [span["attributes"] for span in spans if span["attributes"]["tailrace.weights.version"] != NEW_VERSION]
     stale = sum(hit["tailrace.kv.cached_tokens"] for hit in hits)
+    unchecked = max(0, crossing_groups - min(len(theirs), len(hits)))
     return {
-        "identical": bool(theirs) and first is None and not stale,
+        "identical": bool(theirs) and first is None and not stale and not unchecked,
         "samples": len(theirs),
+        "unchecked": unchecked,
         "tokens": sum(map(len, theirs.values())),
         "first_difference": first,
         "flips": flipped,

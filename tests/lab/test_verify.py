@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tailrace.app.cli import run
 from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.app.errors import BadInput, Failed
@@ -17,8 +19,9 @@ from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
+from tailrace.lab.commands import verify
 from tailrace.lab.commands.verify import _at_level, _chosen
-from tailrace.lab.verification import disturbances, tokens, trajectories
+from tailrace.lab.verification import disturbances, finished, tokens, trajectories, weights_update
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
 from tailrace.lab.verification.closeness import sentences
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
@@ -322,3 +325,74 @@ def test_a_run_on_a_service_without_http_asks_for_no_address(monkeypatch):
     group = PromptGroup(prompt_id="p", token_ids=(1, 2))
     batch = RolloutBatch(batch_id="b", groups=(group,))
     assert asyncio.run(tokens.roll(AsyncMock(), run, batch, file))["groups"] == ["groups"]
+
+
+# ---- over an update of the weights ---------------------------------------------------------------------
+
+
+def under(*versions: int) -> list[GroupResult]:
+    """A sample whose tokens are of these weights versions, two tokens each."""
+    parts = [
+        Segment(weights_version=version, replica_id="r", start=2 * place, end=2 * place + 2)
+        for place, version in enumerate(versions)
+    ]
+    (group,) = rollout()
+    sample = group.samples[0].model_copy(update={"segments": tuple(parts)})
+    return [group.model_copy(update={"samples": (sample,)})]
+
+
+def span(number: int, version: int) -> dict:
+    counts = {"tailrace.kv.cached_tokens": 0, "tailrace.kv.pulled_tokens": 0, "tailrace.chunk.new_tokens": 2}
+    return {"attributes": counts | {"tailrace.chunk.id": f"p#0:{number}", "tailrace.weights.version": version}}
+
+
+def test_a_sample_that_crossed_an_update_is_checked_or_the_certificate_fails():
+    crossed, spans = under(0, 1), [span(0, 0), span(1, 1)]
+    fresh = [crossed[0].model_copy(update={"samples": rollout(token_ids=(12, 13))[0].samples[1:]})]
+    whole = weights_update.certificate(crossed, fresh, spans)
+    assert whole["identical"] and (whole["samples"], whole["unchecked"]) == (1, 0)
+    untraced = weights_update.certificate(crossed, fresh, spans[:1])
+    assert not untraced["identical"] and untraced["unchecked"] == 1, "nobody saw whether it read old KV"
+    other = [group.model_copy(update={"prompt_id": "q"}) for group in crossed]
+    lost = weights_update.certificate([*crossed, *other], fresh, [*spans, *spans])
+    assert not lost["identical"] and lost["unchecked"] == 1
+
+
+def test_without_a_sample_that_crossed_the_update_no_second_service_starts(monkeypatch, tmp_path):
+    crossing = AsyncMock(return_value=(under(0), []))
+    monkeypatch.setattr(weights_update, "_cross", crossing)
+    monkeypatch.setattr(weights_update, "service", lambda *_: nullcontext())
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,)),))
+    found = weights_update.measure(load_config(), batch, tmp_path, "fresh", lambda _: None)
+    assert (found["identical"], found["samples"]) == (False, 0)
+
+
+def test_an_update_that_is_refused_under_way_says_why():
+    client = AsyncMock()
+    client.status.return_value = SimpleNamespace(batches=[SimpleNamespace(batch_id="b", tokens=99)])
+    client.update_weights.side_effect = ValueError("refused: no such folder")
+
+    async def groups(_):
+        await asyncio.sleep(0.2)
+        yield under(0)[0]
+
+    client.rollout = groups
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,), max_tokens=4),))
+    with pytest.raises(ValueError, match="refused: no such folder"):
+        asyncio.run(weights_update._cross(client, batch, Policies(), DEFAULT_CONFIG))
+
+
+@pytest.mark.parametrize("missing", ["before", "across", "right_after", "after"])
+def test_a_sample_that_one_run_of_finish_lacks_fails_the_certificate(missing):
+    rolls = finished.FinishedRolls(under(0), under(0), under(1), under(1), in_flight=1)
+    assert finished.certificate(rolls)["identical"]
+    lacking = finished.certificate(rolls._replace(**{missing: []}))
+    assert not lacking["identical"] and lacking["unchecked"] == 1
+
+
+@pytest.mark.parametrize("exactness", ["bits", "law"])
+def test_an_update_with_unchecked_samples_fails_the_command(monkeypatch, capsys, exactness):
+    update = {"identical": False, "samples": 3, "old_kv_hit_tokens": 0, "unchecked": 2, "first_difference": None}
+    monkeypatch.setattr(verify, "_update", lambda *_: dict(update))
+    assert run(["verify", "--only", "update", "--exactness", exactness]) == 1
+    assert "2 samples of the update could not be checked" in capsys.readouterr().err
