@@ -21,25 +21,26 @@ LOOK_S = 0.2
 
 class TrainingDriver:
     """`folder`: folder of the run. `address`: address of the cluster. `backwards`: adds gradients in the reverse of the
-    fixed order.
+    fixed order. `was_killed`: whether the last run was killed before its end.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, address: str, backwards: bool = False):
         self._arguments = config.model_dump_json(), str(folder), address, backwards
-        self._ledger = folder / "ledger.jsonl"
+        self._ledger, self.was_killed = folder / "ledger.jsonl", False
 
     def run(self, kill_after: int | None = None) -> list[LedgerRow]:
-        """Trains to the end, or until `kill_after` steps are in the ledger. Returns the ledger's rows. Raises Failed if
-        the driver fails.
+        """Trains to the end, or until `kill_after` steps are in the ledger: the driver is killed then. Returns the
+        ledger's rows. Raises Failed if the driver fails by itself.
         """
         process = get_context("spawn").Process(target=_train, args=self._arguments, name="trainer")
         process.start()
         while process.is_alive() and (kill_after is None or len(self._rows()) < kill_after):
             time.sleep(LOOK_S)
-        if process.is_alive():
+        self.was_killed = process.is_alive()
+        if self.was_killed:
             process.kill()
         process.join()
-        if kill_after is None and process.exitcode:
+        if process.exitcode and not self.was_killed:
             raise Failed(f"the trainer ended with exit code {process.exitcode}; its last lines are above")
         return self._rows()
 

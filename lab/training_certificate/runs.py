@@ -119,8 +119,9 @@ def _everything(
         with DisturbedSteps(client, DISTURBED) as disturbed:
             _prepare(client, EVERYTHING)
             driver = TrainingDriver(config, folder, address, backwards)
-            killed = f"killed the driver after step {len(driver.run(kill_after=KILLED_AFTER))}"
-            say(f"{killed}; starting it again")
+            kept = len(driver.run(kill_after=KILLED_AFTER))
+            killed = f"killed the driver after step {kept}" if driver.was_killed else ""
+            say(f"{killed or 'the driver ended before it was killed'}; starting it again")
             rows = driver.run()
         work = asyncio.run(work_of(client))
     notes = (*(disturbed.notes.get(step, "") for step in DISTURBED), killed)
