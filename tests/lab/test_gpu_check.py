@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from test_imports import loaded
 
-from tailrace.lab.benchmarks.gpu import catalog, check, driver
+from tailrace.deployments.staging.safetensors_header import read_header
+from tailrace.lab.benchmarks.gpu import catalog, check, driver, made_models
 from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, CheckStep, Processes, StepEnded, drive
 from tailrace.lab.benchmarks.gpu.place import ROOT, Place, libraries_of
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines, figures, table
@@ -233,6 +234,20 @@ def test_a_library_that_is_loaded_is_found():
     from tailrace.lab.benchmarks.gpu.unpacked import loaded
 
     assert loaded("libc.so.6").name.startswith("libc.so") and loaded("libnowhere.so.1") is None
+
+
+def test_a_model_whose_writing_was_cut_off_is_made_again(tmp_path, monkeypatch):
+    def cut_off(path, *_):
+        path.write_bytes(b"half")
+        raise OSError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="killed"):
+        patched.setattr(made_models, "_write_random", cut_off)
+        made_models.model_of("tiny", tmp_path, device="cpu")
+    folder = made_models.model_of("tiny", tmp_path, device="cpu")
+    names = read_header(folder / made_models.WEIGHTS)[0].keys() - {"__metadata__"}
+    assert names == made_models.tensors_of(made_models.SHAPES["tiny"]).keys()
+    assert [path.name for path in folder.glob("*model*")] == [made_models.WEIGHTS], "vLLM reads what ends so"
 
 
 # ---- an engine by itself needs no Ray ------------------------------------------------------------------

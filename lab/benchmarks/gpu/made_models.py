@@ -84,15 +84,19 @@ def shape_for(name: str, small: bool) -> str:
 
 
 def model_of(name: str, root: Path, seed: int = 0, device: str = "cuda") -> Path:
-    """Returns the model folder of a shape and a seed, and makes the folder if it does not exist."""
+    """Returns the model folder of a shape and a seed, and makes the folder if it does not exist. The weights appear by
+    one rename, so that a step which is killed meanwhile leaves none that are cut off.
+    """
     folder = root / f"{name}-{seed}"
     if not (folder / WEIGHTS).exists():
         folder.mkdir(parents=True, exist_ok=True)
         _write_settings(folder, SHAPES[name])
+        part = folder / f".{WEIGHTS}.part"
         if name in DUMMY:
-            _write_hollow(folder / WEIGHTS, SHAPES[name])
+            _write_hollow(part, SHAPES[name])
         else:
-            _write_random(folder / WEIGHTS, SHAPES[name], seed, device)
+            _write_random(part, SHAPES[name], seed, device)
+        part.replace(folder / WEIGHTS)
     return folder
 
 
