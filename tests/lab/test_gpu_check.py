@@ -17,7 +17,7 @@ from tailrace.lab.benchmarks.gpu import catalog, check, driver, made_models
 from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, CheckStep, Processes, StepEnded, drive
 from tailrace.lab.benchmarks.gpu.place import ROOT, Place, libraries_of
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines, figures, table
-from tailrace.lab.benchmarks.gpu.steps import attention, drawing
+from tailrace.lab.benchmarks.gpu.steps import attention, drawing, exactness
 
 WRITES = (
     "import json,sys; open(sys.argv[1], 'a').write(json.dumps({'step': sys.argv[2], 'what': 'x', 'n': 1}) + '\\n');"
@@ -248,6 +248,54 @@ def test_a_model_whose_writing_was_cut_off_is_made_again(tmp_path, monkeypatch):
     names = read_header(folder / made_models.WEIGHTS)[0].keys() - {"__metadata__"}
     assert names == made_models.tensors_of(made_models.SHAPES["tiny"]).keys()
     assert [path.name for path in folder.glob("*model*")] == [made_models.WEIGHTS], "vLLM reads what ends so"
+
+
+# ---- samples that are compared -------------------------------------------------------------------------
+
+
+class SamplesByHand(exactness.SameSamples):
+    """Samples of a card, whose results are made here. `logprobs`: those of all runs but the first. `ran`: the samples
+    that ran, by way.
+    """
+
+    def __init__(self, tokens=(1, 2, 3), logprobs=(-1, -2, -3)):
+        step = SimpleNamespace(place=Place(ROOT, ROOT, card=True, small=False))
+        super().__init__(step, None, 100)
+        self._given, self.ran = (tokens, logprobs), {}
+        self.together()
+
+    def _run(self, way, samples, drafts=0):
+        tokens, logprobs = ((1, 2, 3), (-1, -2, -3)) if way == "together" else self._given
+        made = {"token_ids": np.array(tokens), "logprobs": np.array(logprobs, np.float32), "close_calls": ()}
+        self.ran[way] = [*self.ran.get(way, ()), *samples]
+        return {i: SimpleNamespace(**made) for i in samples}
+
+
+def test_samples_that_run_alone_have_every_sampling():
+    case = SamplesByHand()
+    assert case.alone()["unlike"] == 0
+    assert {i % exactness.GROUP for i in case.ran["alone"]} == set(range(exactness.GROUP))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "moved"),
+    [
+        ((1, 2, 3), (-1, -2.5, -3), 0.5),
+        ((1, 9, 8), (-1.25, -9, -9), 0.25),
+        ((9, 9, 9), (-9, -9, -9), 0.0),
+        ((1, 2, 3), (-1, -2, np.nan), np.nan),
+    ],
+)
+def test_logprobs_are_compared_where_tokens_are_the_same(tokens, logprobs, moved):
+    found = SamplesByHand(tokens, logprobs).again()["logprobs_moved"]
+    assert found == moved or (np.isnan(found) and np.isnan(moved))
+
+
+def test_one_logprob_that_is_no_number_is_not_hidden_by_others():
+    case = SamplesByHand()
+    numbers, none = (case._run("together", range(1))[0] for _ in range(2))
+    none.logprobs = np.array((-1, -2, np.nan), np.float32)
+    assert np.isnan(case._unlike({0: numbers, 1: none})["logprobs_moved"])
 
 
 # ---- an engine by itself needs no Ray ------------------------------------------------------------------

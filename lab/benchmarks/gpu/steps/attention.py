@@ -19,6 +19,7 @@ from tailrace.lab.benchmarks.gpu.steps.engine import (
     force_invariant,
     vocabulary_of,
 )
+from tailrace.lab.benchmarks.gpu.steps.exactness import logprobs_moved
 from tailrace.lab.benchmarks.gpu.steps.operators import unlike
 from tailrace.lab.benchmarks.gpu.steps.ours import started
 
@@ -222,10 +223,8 @@ class BesidePrompts:
     def _distance(self, found) -> dict:
         wanted = self._alone()
         differ = np.flatnonzero(found.token_ids != wanted.token_ids)
-        until = int(differ[0]) if len(differ) else len(found.token_ids)
-        moved = np.abs(found.logprobs[:until] - wanted.logprobs[:until]).max(initial=0.0)
         return {
             "unlike_tokens": len(differ),
-            "first_unlike": until if len(differ) else None,
-            "logprobs_moved": float(moved),
+            "first_unlike": int(differ[0]) if len(differ) else None,
+            "logprobs_moved": logprobs_moved(found, wanted),
         }

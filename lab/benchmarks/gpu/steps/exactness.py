@@ -17,6 +17,9 @@ SAMPLINGS = (
     {"temperature": 0.0},
 )
 GROUP = len(SAMPLINGS)
+ALONE = GROUP + 1
+"""Distance between two samples that run alone too: these have every sampling in turn."""
+
 FLIPS = 256, 400
 """Number of samples and of tokens of each: 102,400 tokens."""
 
@@ -37,6 +40,13 @@ def parted(found: dict[int, np.ndarray], wanted: dict[int, np.ndarray]) -> dict:
         "tokens": compared,
         "first_unlike": dict(list(first.items())[:8]),
     }
+
+
+def logprobs_moved(found, wanted) -> float:
+    """Returns the largest distance of a logprob of two results before their tokens part; NaN if one is no number."""
+    differ = np.flatnonzero(np.asarray(found.token_ids) != np.asarray(wanted.token_ids))
+    until = int(differ[0]) if len(differ) else len(found.token_ids)
+    return float(np.abs(found.logprobs[:until] - wanted.logprobs[:until]).max(initial=0.0))
 
 
 class SameSamples:
@@ -67,10 +77,11 @@ class SameSamples:
         return {i: found[f"{way}-{i}-0"] for i in samples}
 
     def _unlike(self, found: dict[int, ChunkResult]) -> dict:
+        """Returns the figures of `parted`, and the largest distance of a logprob before a sample's first difference."""
         wanted = {i: each.token_ids for i, each in self._wanted.items()}
-        pairs = [(each.logprobs, self._wanted[i].logprobs) for i, each in found.items()]
-        moved = max(float(np.abs(one - other).max()) for one, other in pairs)
-        return parted({i: each.token_ids for i, each in found.items()}, wanted) | {"logprobs_moved": moved}
+        moved = [logprobs_moved(each, self._wanted[i]) for i, each in found.items()]
+        figures = parted({i: each.token_ids for i, each in found.items()}, wanted)
+        return figures | {"logprobs_moved": float(np.max(moved))}
 
     def together(self) -> dict:
         self._wanted = self._run("together", range(self._count))
@@ -82,7 +93,7 @@ class SameSamples:
 
     def alone(self) -> dict:
         found: dict[int, ChunkResult] = {}
-        for i in range(0, self._count, self._step.place.of(4, 1)):
+        for i in range(0, self._count, self._step.place.of(ALONE, 1)):
             found |= self._run("alone", range(i, i + 1))
         return self._unlike(found)
 
