@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +69,30 @@ def test_a_step_that_hangs_is_killed_with_all_that_it_started(run, tmp_path):
         assert time.monotonic() < deadline, "the child still runs"
         time.sleep(0.05)
     assert [line["step"] for line in run.results.since(0) if "what" in line] == ["hangs", "good"]
+
+
+STOPPED = """
+import sys
+from tailrace.lab.benchmarks.gpu import check, place
+
+STEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+check.card_name = lambda: "A card"
+place.Place.command = lambda self, step: [sys.executable, "-c", STEP, str(self.room / step)]
+sys.exit(check.main(["--only", "probe", "--out", sys.argv[1] + "/out", "--room", sys.argv[1] + "/room"]))
+"""
+
+
+def test_a_command_that_is_stopped_leaves_no_step(tmp_path):
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    pids, deadline = [tmp_path / "room" / name for name in ("probe", "warm_up")], time.monotonic() + 60
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as check_process:
+        while not all(pid.exists() and pid.read_text() for pid in pids):
+            assert check_process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        check_process.send_signal(signal.SIGTERM)
+        said = check_process.communicate(timeout=60)[1]
+    assert check_process.returncode == 1 and said.startswith("gpu-check: interrupted; "), said
+    assert [pid for pid in pids if Path(f"/proc/{pid.read_text()}").exists()] == []
 
 
 def test_a_step_without_time_does_not_begin_and_a_shorter_one_does(run):

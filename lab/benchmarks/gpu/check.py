@@ -7,6 +7,7 @@ The command needs Python 3.11 with this repository's packages, or a bare Python 
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -132,8 +133,9 @@ def environment_of(step: CheckStep, place: Place) -> dict[str, str]:
 
 def main(given: list[str]) -> int:
     """Runs the command. Returns the exit code: 0 if each step is done or had no time left, 1 if one failed or was
-    killed, 2 on bad input.
+    killed, or if the command was interrupted, 2 on bad input.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: else the running step would keep the GPU
     asked = arguments(given)
     if asked.list:
         print(listed())
@@ -152,7 +154,11 @@ def main(given: list[str]) -> int:
     print(f"card: {card or 'none (dry run on CPUs)'}", file=terminal, flush=True)
     offset = results.size()
     results.add(DRIVER, card=card, small=asked.small or asked.dry, until_s=asked.until)
-    ends = checked(asked, card, results, lambda line: print(ending(line), file=terminal, flush=True))
+    try:
+        ends = checked(asked, card, results, lambda line: print(ending(line), file=terminal, flush=True))
+    except KeyboardInterrupt:
+        print(f"gpu-check: interrupted; {results.path} has the results so far", file=sys.stderr)
+        return 1
     lines = results.since(offset)
     print(json.dumps({"card": card, "ends": ends, "results": lines}) if asked.json else table(lines))
     return 0 if all(how in ENDS_WELL for how in ends.values()) else 1
