@@ -253,6 +253,12 @@ def test_a_pack_is_unpacked_once(tmp_path):
     assert sorted(path.read_text() for path in (room / "site").iterdir()) == ["one", "two"]
     (room / "site" / "one.py").unlink()
     assert unpack(pack, room) is None and not (room / "site" / "one.py").exists()
+    (tmp_path / "two.py").write_text("mended")
+    (pack / "one.tar.xz").unlink()
+    with tarfile.open(pack / "two.tar.xz", "w:xz") as tar:
+        tar.add(tmp_path / "two.py", "site/two.py")
+    assert unpack(pack, room) > 0.0, "the pack was built again"
+    assert [path.read_text() for path in (room / "site").iterdir()] == ["mended"]
 
 
 def test_a_library_that_is_loaded_is_found():

@@ -1,11 +1,14 @@
-"""Unpacks a pack's archives, once and in parallel, on the machine that the pack was carried to.
+"""Unpacks a pack's archives, once and in parallel, on the machine that the pack was carried to. A pack with other bytes
+replaces the one before.
 
 Called by check.py on a bare Python 3.12, so only the standard library is imported here.
 """
 
+import shutil
 import tarfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from hashlib import file_digest
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +18,7 @@ PYTHON = (3, 12)
 
 CUDA_RUNTIME, CUDA_DRIVER = "libcudart.so.13", "libcuda.so.1"
 DONE = "unpacked"
-"""Name of the file in the room that says that all archives were unpacked."""
+"""Name of the file in the room that says that all archives were unpacked, by their digests."""
 
 
 def archives_of(pack: Path) -> list[Path]:
@@ -23,18 +26,29 @@ def archives_of(pack: Path) -> list[Path]:
 
 
 def unpack(pack: Path, room: Path) -> float | None:
-    """Unpacks the archives into the room. Returns the seconds that this took, or None if the archives were unpacked
+    """Unpacks the archives into the room. Returns the seconds that this took, or None if these archives were unpacked
     before.
     """
-    if (room / DONE).exists():
+    done, began_s, digests = room / DONE, time.monotonic(), digests_of(pack)
+    if done.exists() and done.read_text() == digests:
         return None
-    began_s = time.monotonic()
+    done.unlink(missing_ok=True)
+    shutil.rmtree(room / "site", ignore_errors=True)
     room.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
         list(pool.map(_unpack_one, archives_of(pack), [room] * len(archives_of(pack))))
     _link_cuda(room / "site" / "system")
-    (room / DONE).touch()
+    done.write_text(digests)
     return time.monotonic() - began_s
+
+
+def digests_of(pack: Path) -> str:
+    """Returns a line for each archive of the pack: the digest of its bytes, and its name."""
+    lines = []
+    for archive in archives_of(pack):
+        with archive.open("rb") as file:
+            lines.append(f"{file_digest(file, 'blake2b').hexdigest()} {archive.name}\n")
+    return "".join(lines)
 
 
 def _unpack_one(archive: Path, room: Path) -> None:
