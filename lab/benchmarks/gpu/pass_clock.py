@@ -28,7 +28,7 @@ class CpuEvent:
 
 class PassClock:
     """Methods that vLLM adds to its worker's class. A pass has three events: begin of the model, end of the model, end
-    of the draw.
+    of the draw. Both runners compute the logits after the model, so this product is part of the draw.
     """
 
     def watch_passes(self) -> bool:
@@ -39,9 +39,9 @@ class PassClock:
         return True
 
     def pass_times(self) -> dict[str, float]:
-        """Returns medians in ms since `watch_passes`: of a pass, of the draw after it, and of the time from there to
-        the next pass, in which the device waits for the host or prepares inputs. Returns an empty dict after fewer than
-        two whole passes.
+        """Returns medians in ms since `watch_passes`: of a pass, of the logits and the draw after it, and of the time
+        from there to the next pass, in which the device waits for the host or prepares inputs. Returns an empty dict
+        after fewer than two whole passes.
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
