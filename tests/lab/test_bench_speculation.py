@@ -1,5 +1,6 @@
 """What the benchmarks of drafts and of steps make of their observations."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
+from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.deployments.messages.status import ReplicaStatus, ServiceSnapshot
 from tailrace.lab.benchmarks.commands.bench import command
+from tailrace.lab.benchmarks.live import static_baseline
 from tailrace.lab.benchmarks.live.pictures import acceptance_over_time
 from tailrace.lab.benchmarks.live.speculation import BUDGETS, SpeculationLook, ratios, shares
 from tailrace.policies.families.draft_models import Planned
@@ -156,3 +159,30 @@ def test_a_profile_gives_the_planner_s_figures_by_their_names():
     Planned(drafter=drafter, verifier=verifier)
     noisy = dict.fromkeys(found, -0.1)
     Planned(drafter=planner_step(noisy, 500, drafts=True), verifier=planner_step(noisy, 500, drafts=False))
+
+
+class OneRollout:
+    """A client that records the calls of a run."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str):
+        async def call(*_):
+            self.calls.append(name)
+
+        return call
+
+    async def rollout(self, _batch):
+        self.calls.append("rollout")
+        yield "group"
+
+
+def test_a_run_of_bench_live_knows_no_lengths_of_the_run_before(monkeypatch):
+    """All runs replay the same answers: in history they would be the truth."""
+    monkeypatch.setattr(static_baseline, "summarise", lambda groups: dict.fromkeys(static_baseline.KEPT, len(groups)))
+    group = PromptGroup(prompt_id="p", token_ids=(1,))
+    client = OneRollout()
+    found = asyncio.run(static_baseline._roll(client, "seer-0", Policies(), (group,)))
+    assert found["makespan_s"] == 1 and client.calls[-1] == "rollout"
+    assert {"reset_caches", "forget_history"} <= set(client.calls)

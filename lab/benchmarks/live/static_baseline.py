@@ -1,7 +1,8 @@
 """Replayed rollouts on real replicas: the verl-like baseline against divided, context-aware rollout, in one service.
 
 The baseline binds whole groups to a replica up front, and computes every sample in one piece. Tailrace runs Algorithm 1
-of Seer over chunks. Both replay the same tokens on the same replicas, and caches are reset before each run.
+of Seer over chunks. Both replay the same tokens on the same replicas. Before each run caches are reset, and history is
+deleted: it would tell the lengths of the answers that the run replays.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ def runs(file: ServeFile, chunk_tokens: int, oracle: bool) -> dict[str, Policies
 
 async def _roll(client: RolloutClient, name: str, policies: Policies, groups: tuple[PromptGroup, ...]) -> dict:
     await client.reset_caches()
+    await client.forget_history()
     await client.set_policies(policies)
     batch = RolloutBatch(batch_id=f"bench-{name}", groups=groups)
     summary = summarise([group async for group in client.rollout(batch)])
