@@ -31,12 +31,18 @@ def page(outcome: DemoOutcome, figures: Mapping) -> str:
     key = legend([("gone", "not up"), ("tail", "tail: the last 10 % of the samples")])
     body = [
         f"<h1>{TITLE}</h1>",
-        f"<p class=headline><b>{figures['ratio']:.2f} ×</b> as fast, the same tokens</p>",
+        f"<p class=headline><b>{figures['ratio']:.2f} ×</b> as fast, {_same(figures)}</p>",
         table(rows(figures)),
         _unfinished(runs),
         f"<h2>Replicas</h2>{interactive(ROW, key, panels)}",
     ]
     return document(TITLE, "\n".join(body), timelines(runs, shown, of_rows))
+
+
+def _same(figures: Mapping) -> str:
+    """Returns which samples have the same tokens in both runs, in words."""
+    samples, same = figures["runs"]["static"]["samples"], figures["same_samples"]
+    return "the same tokens" if same == samples else f"the same tokens in {same} of {samples} samples"
 
 
 def unfinished(run) -> list[tuple[float, float]]:

@@ -64,6 +64,13 @@ def test_the_page_shows_both_runs_whole(outcome, figures):
     assert len(data["samples"]) == figures["runs"]["static"]["samples"]
 
 
+def test_the_page_claims_the_same_tokens_of_samples_that_have_them(outcome, figures):
+    assert "as fast, the same tokens</p>" in page(outcome, figures)
+    samples = figures["same_samples"]
+    text = page(outcome, figures | {"same_samples": samples - 3})
+    assert f"as fast, the same tokens in {samples - 3} of {samples} samples</p>" in text
+
+
 def test_a_replay_writes_its_page_and_says_the_figures(tmp_path, capsys, figures):
     assert run(["demo", "--replay", "--out", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
