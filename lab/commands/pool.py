@@ -35,6 +35,8 @@ def verify(prompts, samples, max_tokens, config, as_json):
     left = {key: result[key] for key in ("keys", "bytes", "processes") if result[key]}
     if left:
         raise Failed(f"left over: {', '.join(f'{count} {name}' for name, count in left.items())}")
+    if not result["keys_meanwhile"] and not result["pool_tokens"]:
+        raise Failed("the pool held no key during the rollout, so there was nothing to leave; give more --max-tokens")
 
 
 @command.command()

@@ -21,7 +21,7 @@ from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.lab.commands import verify
 from tailrace.lab.commands.verify import _at_level, _chosen
-from tailrace.lab.verification import disturbances, finished, tokens, trajectories, weights_update
+from tailrace.lab.verification import disturbances, finished, leftovers, tokens, trajectories, weights_update
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
 from tailrace.lab.verification.closeness import sentences
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
@@ -396,3 +396,22 @@ def test_an_update_with_unchecked_samples_fails_the_command(monkeypatch, capsys,
     monkeypatch.setattr(verify, "_update", lambda *_: dict(update))
     assert run(["verify", "--only", "update", "--exactness", exactness]) == 1
     assert "2 samples of the update could not be checked" in capsys.readouterr().err
+
+
+# ---- what a rollout leaves in the pool -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({}, None),
+        ({"keys": 2}, "left over: 2 keys"),
+        ({"keys_meanwhile": 0}, None),
+        ({"keys_meanwhile": 0, "pool_tokens": 0}, "the pool held no key during the rollout"),
+    ],
+)
+def test_a_pool_that_held_nothing_shows_nothing(monkeypatch, capsys, found, said):
+    empty = {"keys": 0, "bytes": 0, "processes": 0, "keys_meanwhile": 40, "pool_tokens": 96}
+    monkeypatch.setattr(leftovers, "measure", lambda *_: empty | found)
+    assert run(["pool", "verify", "--json"]) == (0 if said is None else 1)
+    assert (said or "") in capsys.readouterr().err
