@@ -120,7 +120,16 @@ class Driver:
         return len(self._lines())
 
     def finish(self) -> None:
-        if self._start().wait(DRIVER_S):
+        """Runs until all groups are there. Raises Failed if the driver fails, or has not ended after DRIVER_S."""
+        driver = self._start()
+        try:
+            failed = driver.wait(DRIVER_S)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"the second driver has not ended after {DRIVER_S:.0f} s") from None
+        finally:
+            driver.kill()
+            driver.wait()
+        if failed:
             raise Failed(f"the second driver ended: {self._log.read_text()[-300:]}")
 
     def _lines(self) -> list[bytes]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,7 +23,15 @@ from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.lab.commands import verify
 from tailrace.lab.commands.verify import _at_level, _chosen
-from tailrace.lab.verification import disturbances, finished, leftovers, tokens, trajectories, weights_update
+from tailrace.lab.verification import (
+    disturbances,
+    finished,
+    leftovers,
+    restarted_head,
+    tokens,
+    trajectories,
+    weights_update,
+)
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
 from tailrace.lab.verification.closeness import sentences
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
@@ -325,6 +335,19 @@ def test_a_run_on_a_service_without_http_asks_for_no_address(monkeypatch):
     group = PromptGroup(prompt_id="p", token_ids=(1, 2))
     batch = RolloutBatch(batch_id="b", groups=(group,))
     assert asyncio.run(tokens.roll(AsyncMock(), run, batch, file))["groups"] == ["groups"]
+
+
+@pytest.mark.parametrize(("program", "said"), [("time.sleep(600)", "not ended after 2 s"), ("sys.exit('no')", "no")])
+def test_a_driver_over_a_restarted_head_that_does_not_end_well_is_ended(monkeypatch, tmp_path, program, said):
+    started: list[subprocess.Popen] = []
+    monkeypatch.setattr(restarted_head, "DRIVER_S", 2.0)
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,)),))
+    driver = restarted_head.Driver(batch, tmp_path, "127.0.0.1:1")
+    driver._command, start = (sys.executable, "-c", f"import sys, time; {program}"), driver._start
+    driver._start = lambda: started.append(start()) or started[-1]
+    with pytest.raises(Failed, match=said):
+        driver.finish()
+    assert [one.poll() is None for one in started] == [False]
 
 
 # ---- over an update of the weights ---------------------------------------------------------------------
