@@ -185,6 +185,7 @@ async def _roll(client: RolloutClient, disturbance: Disturbance, batch: RolloutB
     return groups, {
         "name": disturbance.name,
         "done": str(done),
+        "acted": not isinstance(done, BaseException),
         "samples_ended": summary["samples"],
         "failed": summary.get("finish_reasons", {}).get("failed", 0),
         "makespan_s": summary.get("makespan_s"),
@@ -238,6 +239,8 @@ def wrong(disturbance: Disturbance, run: dict, batch: RolloutBatch, pool: PoolCo
     wanted = sum(group.samples for group in batch.groups)
     if run["samples_ended"] < wanted or run["failed"]:
         return f"{run['samples_ended']} of {wanted} samples ended, {run['failed']} of them failed"
+    if not run["acted"]:
+        return f"its disturbance failed: {run['done']}"
     if not run["holds"]:
         at = run["first_difference"]
         return f"prompt {at['prompt_id']!r} sample {at['sample_index']} differs at position {at['position']}"

@@ -21,9 +21,11 @@ from tailrace.deployments.drafter.drafter_config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
+from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.commands import verify
 from tailrace.lab.commands.verify import _at_level, _chosen
 from tailrace.lab.verification import (
+    chaos,
     disturbances,
     finished,
     leftovers,
@@ -419,6 +421,31 @@ def test_an_update_with_unchecked_samples_fails_the_command(monkeypatch, capsys,
     monkeypatch.setattr(verify, "_update", lambda *_: dict(update))
     assert run(["verify", "--only", "update", "--exactness", exactness]) == 1
     assert "2 samples of the update could not be checked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(None, None), (ProcessLookupError("it is gone"), "its disturbance failed: it is gone")]
+)
+def test_a_disturbance_of_the_pool_that_fails_fails_its_run(monkeypatch, error, said):
+    """A pull that comes late on a busy machine is a sign of a lost store, too."""
+    store = {"pid": 1, "segment": "s", "ssd": "off"}
+    page = {"store_nodes": [store], "master_pid": 2, "dram_capacity_bytes": 1, "keys": 1}
+    counts = iter([{}, {"pull_failed.late": 1}])
+    views = (SimpleNamespace(status=page, counts=count) for count in counts)
+    monkeypatch.setattr(chaos, "_whole", AsyncMock(side_effect=views))
+    monkeypatch.setattr(chaos, "REPORTED_S", 0)
+    monkeypatch.setattr(chaos.Disturbance, "act", AsyncMock(side_effect=error, return_value="kill 1"))
+    client, (group,) = AsyncMock(), rollout()
+
+    async def groups(_):
+        await asyncio.sleep(0)
+        yield group
+
+    client.rollout = groups
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,), samples=2),))
+    killed = next(one for one in chaos.DISTURBANCES if one.name == "store_killed")
+    found, result = asyncio.run(chaos._roll(client, killed, batch, [group]))
+    assert chaos.wrong(killed, result | compare([group], found), batch, PoolConfig()) == said
 
 
 # ---- what a rollout leaves in the pool -----------------------------------------------------------------
