@@ -16,7 +16,6 @@ LOST = "THE SERVER GIVES NO ANSWER ANY MORE"
 """Begins the reason of the test after which no other was run."""
 
 
-
 def load(folder: Path) -> dict[str, dict[str, dict]]:
     """Outcomes by server and test; an empty dict for a server whose file is not there."""
     files = {server: folder / f"{server}.json" for server in SERVERS}
