@@ -238,7 +238,7 @@ def test_the_tail_begins_as_nine_tenths_have_ended():
     """Of ten samples the tail is from the ninth end to the tenth."""
     counts = {"prompts": 2, "samples": 5}
     scenario = small().model_copy(update={key: getattr(small(), key).scaled(n, 0.1) for key, n in counts.items()})
-    host = host_of(scenario, mode("verl"), 0, 1, FIGURES)
+    host = host_of(scenario, mode("verl"), 3, 1, FIGURES)
     host.run()
     ((*_, ninth_s, tenth_s),) = host.ends_s()
     assert figures_of(host, scenario, mode("verl"), FIGURES)["tail_s"] == tenth_s - ninth_s > 0
