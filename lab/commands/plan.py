@@ -50,7 +50,8 @@ def command(workload, model, gpu, gpus, cluster, tokenizer, seeds, out, as_json)
             "service, which is one engine on one node; give GPUs with more memory, or leave --out out"
         )
     if file is not None:
-        file.write(planned_file(served, scenario))
+        outside_tokens = max(group.outside_tokens for groups in draws for group in groups)
+        file.write(planned_file(served, scenario, outside_tokens))
     own = own_size(ways, scenario.gpus_per_replica.value)
     chosen = {"best": best(ways), "served": served, "own": own if own and own.costs else None}
     result = _result(scenario, ways, chosen, len(draws))

@@ -5,7 +5,7 @@ beaten. Invariant: it reads no state of the core, of the host or of a replica. C
 checked.
 """
 
-from tailrace.lab.simulator.types import Workload, WorkloadGroup
+from tailrace.lab.simulator.types import Workload
 from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk
 from tailrace.policies.protocol.events import (
     ChunkEnd,
@@ -113,11 +113,6 @@ def check_step(workload: Workload, step: int, room: int) -> None:
     lengths = [length for group in groups for length in group.lengths]
     if not 1 <= min(lengths) <= max(lengths) <= most:
         raise ValueError(f"{workload.name}, step {step}: lengths must be 1 to {most} tokens")
-    longest = max(group.prompt_tokens + _outside_tokens(group) for group in groups) + most
+    longest = max(group.prompt_tokens + group.outside_tokens for group in groups) + most
     if longest > room:
         raise ValueError(f"{workload.name}: {longest} tokens of context; a replica has KV for {room}")
-
-
-def _outside_tokens(group: WorkloadGroup) -> int:
-    """Returns the outside tokens of the sample with the most of them."""
-    return max((sum(gap.outside_tokens for gap in gaps) for gaps in group.gaps), default=0)

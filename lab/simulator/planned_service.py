@@ -59,14 +59,15 @@ applications:
 EXPERTS = "        vllm_args: {enable_expert_parallel: true}\n"
 
 
-def planned_file(way: PricedParallelism, scenario: Scenario) -> str:
+def planned_file(way: PricedParallelism, scenario: Scenario, outside_tokens: int = 0) -> str:
     """Returns the text for a way that the service can run. `scenario`: the workload, on the GPUs of the plan.
+    `outside_tokens`: maximum tokens that tools add to a sample.
 
     Raises ValueError for a way that does not fit or that no replica of the service can be.
     """
     if way.costs is None or not way.served:
         raise ValueError(way.problem or "no replica of the service spreads experts over ranks that divide requests")
-    longest = scenario.prompt_tokens.value + scenario.max_tokens.value
+    longest = scenario.prompt_tokens.value + scenario.max_tokens.value + outside_tokens
     text = FORM.format(
         mark=MARK,
         model=scenario.model.value,

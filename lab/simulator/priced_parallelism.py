@@ -68,7 +68,7 @@ def priced(
         if known is None or gpu not in GPUS:
             raise
         return PricedParallelism(parallelism, served, problem=str(error))
-    longest = max(group.prompt_tokens + max(group.lengths) for groups in draws for group in groups)
+    longest = max(one.prompt_tokens + one.outside_tokens + max(one.lengths) for groups in draws for one in groups)
     ranks = parallelism.gpus_per_replica // parallelism.tensor
     if longest > replica.kv_capacity_tokens // ranks:
         held = f"{replica.kv_capacity_tokens // ranks:,} tokens of KV"
@@ -94,10 +94,17 @@ def priced(
 def _running(samples: int, replica: ReplicaModel, draws: Sequence[Sequence[WorkloadGroup]]) -> int:
     """Returns how many of a replica's samples run at once. A running sample holds its prompt and the tokens that it has
     made, over its steps half of its answer, and a long one does so for longer: the mean is sum(l * (p + l / 2)) /
-    sum(l).
+    sum(l). What a tool answers is held from there on.
     """
-    pairs = [(group.prompt_tokens, tokens) for groups in draws for group in groups for tokens in group.lengths]
-    held = sum(tokens * (prompt + tokens / 2) for prompt, tokens in pairs) / sum(tokens for _, tokens in pairs)
+    every = [group for groups in draws for group in groups]
+    held = sum(tokens * (group.prompt_tokens + tokens / 2) for group in every for tokens in group.lengths)
+    held += sum(
+        gap.outside_tokens * (tokens - gap.tokens)
+        for group in every
+        for tokens, gaps in zip(group.lengths, group.gaps, strict=False)
+        for gap in gaps
+    )
+    held /= sum(sum(group.lengths) for group in every)
     return max(1, min(samples, replica.max_running, int(replica.kv_capacity_tokens / held)))
 
 

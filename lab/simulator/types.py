@@ -35,6 +35,11 @@ class WorkloadGroup:
     predictability: float = 1.0
     gaps: tuple[tuple[Gap, ...], ...] = ()
 
+    @property
+    def outside_tokens(self) -> int:
+        """Returns the outside tokens of the sample with the most of them."""
+        return max((sum(gap.outside_tokens for gap in gaps) for gaps in self.gaps), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:

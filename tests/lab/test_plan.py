@@ -17,6 +17,7 @@ from tailrace.lab.simulator.planned_service import MARK, planned_file
 from tailrace.lab.simulator.priced_parallelism import best, own_size, priced
 from tailrace.lab.simulator.scenario import FOLDER, Known, load_scenario, scenario_names
 from tailrace.lab.simulator.systems import Setup, system
+from tailrace.lab.simulator.types import Gap, WorkloadGroup
 from tailrace.policies.families.goodput import Goodput
 
 
@@ -106,6 +107,20 @@ def test_what_does_not_fit_says_why():
     assert "a sample of" in planned(long)[0].problem, "26,702 tokens of KV on one GPU"
 
 
+def test_a_context_has_what_tools_answer():
+    """Of answers of 100 tokens, with 4,000 tokens of a tool after the first 50."""
+    plain = WorkloadGroup("g", 100, (100, 100))
+    turns = replace(plain, gaps=((Gap(50, 1.0, 4_000),),) * 2)
+    room = replica_model("H100", "Qwen3-8B", 1).kv_capacity_tokens
+    alone, held = (
+        priced("H100", "Qwen3-8B", Parallelism(1, 1, 1), [[group] * 1_000], None, 0).costs for group in (plain, turns)
+    )
+    assert (alone.running, held.running) == (min(1_024, room // 150), room // (150 + 2_000))
+    longer = replace(turns, gaps=((Gap(50, 1.0, room),),) * 2)
+    problem = priced("H100", "Qwen3-8B", Parallelism(1, 1, 1), [[longer]], None, 0).problem
+    assert f"{200 + room:,} tokens does not fit" in problem
+
+
 def test_the_best_has_the_least_work_and_longest():
     scenario = load_scenario("moonlight").scaled(0.25)
     ways = planned(scenario.model_copy(update={"prompts": Known(value=40, assumed="quicker")}))
@@ -172,6 +187,17 @@ def test_the_command_s_answer_and_its_file(tmp_path):
     assert again["gpu"] == "H100", "its own file may be written over"
     said = CliRunner().invoke(command, words).stdout
     assert "the least sum: TP" in said and "work" in said
+
+
+def test_the_file_s_contexts_have_room_for_what_tools_answer(tmp_path):
+    path, few = tmp_path / "mine.yaml", tmp_path / "few.yaml"
+    data = yaml.safe_load((FOLDER / "tools-8b.yaml").read_text())
+    data["prompts"]["value"] = 2
+    few.write_text(yaml.safe_dump(data))
+    asked("--workload", str(few), "--gpus", "1", "--seeds", "1", "--out", str(path))
+    outside = max(group.outside_tokens for group in load_scenario(str(few)).workload(0).steps[0])
+    most = load_config(path).application.args.engine.max_model_len
+    assert outside > 2_000 and most >= 1_500 + 16_384 + outside
 
 
 @pytest.mark.slow
