@@ -8,7 +8,8 @@ import pytest
 from tailrace.app.cli import run
 from tailrace.lab.simulator.agents.caches import ContextCache, Tiers
 from tailrace.lab.simulator.agents.figures import agent_replica
-from tailrace.lab.simulator.agents.host import AgentHost
+from tailrace.lab.simulator.agents.host import AgentHost, SessionRun
+from tailrace.lab.simulator.agents.request import AgentCounts, AgentRequest
 from tailrace.lab.simulator.agents.routers import LongestPrefix, RoundRobinPool, Sticky
 from tailrace.lab.simulator.agents.scheduled import Scheduled
 from tailrace.lab.simulator.agents.trace import AgentSession, AgentTurn, read_sessions
@@ -141,6 +142,25 @@ def test_seconds_in_which_kv_comes_are_counted_apart_and_go_with_the_network():
         found.append([whole - fetch for whole, fetch in zip(counts.at_replica, counts.fetches, strict=True)])
         assert counts.at_replica == pytest.approx(counts.waits), "nothing waits to begin"
     assert found[0] == pytest.approx(found[1]), "the rest is computing"
+
+
+def test_a_preempted_request_counts_what_was_computed_and_its_first_token_once():
+    """A branch of 1,000 tokens, 300 of them its source's: preempted as 100 more were computed, and after its first token."""
+    turn = AgentTurn(after=None, gap_s=0.0, line=1, source=0, context=1_000, known=300, out=10)
+    counts = AgentCounts()
+    request = AgentRequest(SessionRun(0, AgentSession("s", (turn,))), 0, counts, 0.0)
+    request.found(0, 300, False, 700)
+    request.left = 600.0
+    request.preempted(0)
+    assert request.source == (request.run, 0), "it may find the source's KV again"
+    request.found(0, 300, False, 700)
+    assert (counts.recomputed, counts.known) == (100, 300)
+    request.number = 1
+    request.begins(5.0)
+    request.preempted(0)
+    assert (request.made, request.tokens, request.context) == (1, 9, 1_001)
+    request.begins(9.0)
+    assert counts.waits == [5.0] and counts.preemptions == 2
 
 
 def test_waiting_to_begin_is_no_time_at_a_replica():

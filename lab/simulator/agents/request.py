@@ -1,6 +1,7 @@
 """A turn on its way through a modelled cluster, and the counts that come out of it."""
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it makes requests
@@ -55,12 +56,17 @@ class AgentRequest:
         self.tokens = self.turn.out - self.made
 
     def preempted(self, grown: int) -> None:
-        """Takes the tokens so far; the KV is lost."""
+        """Takes the tokens so far: the first one, which a prefill makes, and `grown` more. The KV is lost. A prefill
+        that was not over begins again.
+        """
         self.counts.preemptions += 1
-        grown = min(grown, self.tokens - 1)
-        self.made += grown
-        self.tokens -= grown
-        self.context += grown
+        if not self.number:
+            self.known, self.left = max(self.known, self.context - ceil(self.left)), 0.0
+            return
+        made = min(1 + grown, self.tokens - 1)
+        self.made += made
+        self.tokens -= made
+        self.context += made
         self._settle()
 
     def _settle(self) -> None:
