@@ -91,6 +91,16 @@ def test_errors_of_a_trace_name_file_line_and_key(tmp_path, broken, named):
     assert str(path) in str(caught.value)
 
 
+def test_a_gzip_file_that_is_broken_inside_is_one_line(tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    data = bytearray(gzip.compress(b"{}" * 100))
+    data[10] |= 6  # a kind of block that there is not
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        read_sessions(path, 60.0, 10_000)
+    assert str(path) in str(caught.value)
+
+
 # ---- caches ----------------------------------------------------------------------------------------------
 
 
@@ -145,7 +155,7 @@ def test_seconds_in_which_kv_comes_are_counted_apart_and_go_with_the_network():
 
 
 def test_a_preempted_request_counts_what_was_computed_and_its_first_token_once():
-    """A branch of 1,000 tokens, 300 of them its source's: preempted as 100 more were computed, and after its first token."""
+    """A branch of 1,000 tokens, 300 of its source's: preempted as 100 more were computed, and at its first token."""
     turn = AgentTurn(after=None, gap_s=0.0, line=1, source=0, context=1_000, known=300, out=10)
     counts = AgentCounts()
     request = AgentRequest(SessionRun(0, AgentSession("s", (turn,))), 0, counts, 0.0)

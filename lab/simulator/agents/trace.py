@@ -9,6 +9,7 @@ another one. Errors are ValueError: file, line, key and how to mend it. Called b
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +57,7 @@ def read_sessions(path: Path, gap_cap_s: float, max_context: int) -> list[AgentS
             for number, text in enumerate(lines, 1):
                 if text.strip():
                     found.append(_session(f"{path}, line {number}", text, gap_cap_s, max_context))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not any(session.turns for session in found):
         raise ValueError(f"{path}: no session with a request that fits; give a file with a session a line")
