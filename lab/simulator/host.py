@@ -3,9 +3,9 @@ jumps.
 
 One turn reads observe, decide, act, as `deployments.coordinator.rollouts` does. Events of one instant are all observed
 before the core decides once. Invariant: the core gets no more than in the service (law 3), and a run is a function of
-its arguments. Tokens are streamed once a tick, if lanes or outliers read them. Not modelled: where in the pool KV lies
-(one speed for all of it), and a pool that runs full. A step is submitted once no sample of the last one runs, beaten
-copies included. Called by `tailrace simulate` by way of `simulate`.
+its arguments. Tokens are streamed once a tick, if lanes, outliers or the tail read them. Not modelled: where in the
+pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once no sample of the last one
+runs, beaten copies included. Called by `tailrace simulate` by way of `simulate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -135,8 +135,8 @@ class SimulatedHost:
         self._ended: list[Ended] = []
         self._moments = OccupancySeries(self._moment)
         self._checks = Checks(admission, overlaps=self.overlaps) if check else None
-        self._streams = policies.lanes.on or self._core.outliers.on
-        self._looks = elastic is not None or policies.racing.room > 0 or self._streams
+        self._streams = policies.lanes.on or self._core.outliers.on or elastic is not None
+        self._looks = policies.racing.room > 0 or self._streams
         self._ticks, self._ticked = False, False  # whether the next one is in the heap; whether one is due now
 
     # ---- the loop --------------------------------------------------------------------------------------

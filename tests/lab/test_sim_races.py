@@ -19,7 +19,7 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.lanes import NoLanes
 from tailrace.policies.families.racing import FastestOfN, MethodProfile
 from tailrace.policies.families.registry import Policies, load_policy
-from tailrace.policies.families.tail import Consolidate, Release
+from tailrace.policies.families.tail import Consolidate, Hold, Release
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
 from tailrace.policies.protocol.events import ChunkFinished
 
@@ -207,3 +207,24 @@ def test_what_a_replica_occupied_is_free_a_while_after_it_went():
                   elastic=Limits(1, 3))  # fmt: skip
         paid.append(replica_seconds(got.moments, got.makespan_s))
     assert paid[0] + 1.0 < paid[1] <= paid[0] + 2 * 1.5, "two replicas go, and moments lie apart"
+
+
+class Watching(Hold):
+    """Keeps all replicas, and the expected tokens left that it was shown."""
+
+    counts_moves: ClassVar[bool] = True
+    left: ClassVar[list[int]] = []
+
+    def wanted(self, view, memory):
+        self.left.append(view.left_tokens)
+        return super().wanted(view, memory)
+
+
+def test_a_tail_knows_what_a_chunk_has_made_as_in_the_service():
+    """A sample of 500 tokens in one chunk: a step takes 20 ms, and replicas report once a second."""
+    work = Workload("one", 500, ((WorkloadGroup("g", 10, (500,)),),))
+    Watching.left.clear()
+    how = STATIC.model_copy(update={"tail": Watching(), "lanes": NoLanes()})
+    run(work, Cluster(FLAT, 2), how, elastic=Limits(1, 2), admission=False)
+    shown = [left for left in Watching.left if left]
+    assert shown[0] == 500 and shown[-1] < 60 and shown == sorted(shown, reverse=True)
