@@ -70,14 +70,14 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     from tailrace.lab.verification.tokens import certificate, corrupt, roll_all
 
     runs = _chosen(names, file.application.args.engine)
+    wrong = _to_corrupt(runs, only, exactness) if corrupted else None
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
 
     result = {"exactness": exactness, "identical": True, "holds": True, "runs": []}
     if only != "update":
         rolled = roll_all(file, batch, runs, say)
-        if corrupted:
-            last = rolled[runs[-1].name]
-            last["groups"] = corrupt(last["groups"])
+        if wrong is not None:
+            rolled[wrong]["groups"] = corrupt(rolled[wrong]["groups"])
         result = certificate(rolled, file.application.args.engine.close_call_tolerance, exactness)
     if only != "runs":
         update = _update(file, batch, kv_on_update, say)
@@ -139,6 +139,18 @@ def _unfit(run, engine: EngineConfig) -> str | None:
     if engine.exactness == "law" and ("redraw_close_calls", True) in run.service.engine:
         return "redraws need exactness bits"
     return "bits in bfloat16 on a CPU takes no adapters" if engine.has_windows and run.adapted else None
+
+
+def _to_corrupt(runs: list, only: str | None, exactness: str) -> str:
+    """Returns the name of the run of which --corrupt changes a token: the last one that is compared with another.
+    Raises BadInput if the check could not find that.
+    """
+    compared = [run.name for place, run in enumerate(runs) if run.kind in [before.kind for before in runs[:place]]]
+    if only == "update" or not compared:
+        raise BadInput("--corrupt: changes a token of a run that is compared with another, and there is none here")
+    if exactness == "law":
+        raise BadInput("--corrupt: at exactness law a token that differs is counted and does not fail; give bits")
+    return compared[-1]
 
 
 def _update(file, batch, kv_on_update, say) -> dict:

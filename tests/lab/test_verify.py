@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tailrace.app.cli import run
+from tailrace.app.cli import run as command
 from tailrace.app.cluster import declared
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.app.errors import BadInput, Failed
@@ -23,7 +23,7 @@ from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.kvpool.pool_config import PoolConfig
 from tailrace.lab.commands import verify
-from tailrace.lab.commands.verify import _at_level, _chosen
+from tailrace.lab.commands.verify import _at_level, _chosen, _to_corrupt
 from tailrace.lab.verification import (
     chaos,
     disturbances,
@@ -304,6 +304,25 @@ def test_the_certificate_at_law_has_flips_per_million_and_still_wants_what_a_run
     assert not lacking["holds"] and "drafted" in lacking["runs"][1]["first_difference"]["what"]
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--only", "update"), "there is none here"),
+        (("--runs", "plain"), "there is none here"),
+        (("--exactness", "law"), "does not fail"),
+    ],
+)
+def test_a_corruption_that_no_check_could_find_is_refused(capsys, arguments, said):
+    assert command(["verify", "--corrupt", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_last_run_that_is_compared_is_corrupted():
+    adapted = next(run.name for run in RUNS if run.adapted)  # the reference of runs with adapters
+    runs = _chosen(("moved", adapted), load_config(DEFAULT_CONFIG).application.args.engine)
+    assert runs[-1].name == adapted and _to_corrupt(runs, None, "bits") == "moved"
+
+
 def test_redraws_are_no_run_at_law():
     file = load_config(DEFAULT_CONFIG)
     engine = _at_level(file, "law", "bfloat16").application.args.engine
@@ -419,7 +438,7 @@ def test_a_sample_that_one_run_of_finish_lacks_fails_the_certificate(missing):
 def test_an_update_with_unchecked_samples_fails_the_command(monkeypatch, capsys, exactness):
     update = {"identical": False, "samples": 3, "old_kv_hit_tokens": 0, "unchecked": 2, "first_difference": None}
     monkeypatch.setattr(verify, "_update", lambda *_: dict(update))
-    assert run(["verify", "--only", "update", "--exactness", exactness]) == 1
+    assert command(["verify", "--only", "update", "--exactness", exactness]) == 1
     assert "2 samples of the update could not be checked" in capsys.readouterr().err
 
 
@@ -463,5 +482,5 @@ def test_a_disturbance_of_the_pool_that_fails_fails_its_run(monkeypatch, error, 
 def test_a_pool_that_held_nothing_shows_nothing(monkeypatch, capsys, found, said):
     empty = {"keys": 0, "bytes": 0, "processes": 0, "keys_meanwhile": 40, "pool_tokens": 96}
     monkeypatch.setattr(leftovers, "measure", lambda *_: empty | found)
-    assert run(["pool", "verify", "--json"]) == (0 if said is None else 1)
+    assert command(["pool", "verify", "--json"]) == (0 if said is None else 1)
     assert (said or "") in capsys.readouterr().err
