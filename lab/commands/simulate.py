@@ -173,8 +173,14 @@ def _systems(compare: str, config: Path, extra: ExtraSystems) -> dict:
 
 def _configured(config: Path):
     from tailrace.lab.simulator.systems import System
+    from tailrace.policies.families.registry import name_of
 
-    policies = load_config(config).application.policies.model_dump()
+    configured = load_config(config).application.policies
+    for key, asks in (("tail", "wants_drafters"), ("draft_models", "needs_drafter")):
+        if getattr(getattr(configured, key), asks, False):
+            name = name_of(getattr(configured, key))
+            raise BadInput(f"--compare {CONFIGURED}: draft models beside engines are not modelled; {key} is {name}")
+    policies = configured.model_dump()
     del policies["chunking"]  # sized for this machine's models; the workload has its own chunks and draft methods
     racing = policies.pop("racing")["type"]
     if racing not in ("off", "fastest_of_n"):

@@ -143,6 +143,20 @@ def test_bad_input_is_one_line_that_helps(capsys, arguments, said):
     assert len(error.splitlines()) == 1 and said in error
 
 
+@pytest.mark.parametrize("policies", [{"tail": "draft"}, {"tail": "hold", "draft_models": "planned"}])
+def test_a_configuration_with_draft_models_beside_engines_is_refused(capsys, tmp_path, policies):
+    """Its replicas that become draft models were counted as given back."""
+    config = tmp_path / "drafter.yaml"
+    data = yaml.safe_load(DEFAULT_CONFIG.with_name("serve.elastic.yaml").read_text())
+    args = data["applications"][0]["args"]
+    args["drafter"] = {"model": "demo", "replicas": {"min": 0, "max": 1}}
+    data["applications"][0]["deployments"][0]["user_config"]["policies"] |= policies
+    config.write_text(yaml.safe_dump(data))
+    assert run(["simulate", "--compare", "config", "--config", str(config)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and "draft models beside engines are not modelled" in error
+
+
 def test_a_system_that_does_not_draft_is_bounded_without_drafts():
     setup = Setup.of(load_scenario("moonlight").scaled(0.04), 0)
     plain, drafting = (setup.run(name, system(name), 0).bounds["best_s"] for name in ("seer", "seer_drafts"))
