@@ -4,12 +4,11 @@ A schedule is a tuple of values, so that it can be shortened and printed.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from tailrace.app.calls.refused import WeightsRejected
 from tailrace.deployments.messages.roles import Role
@@ -187,10 +186,14 @@ async def _strange_batch(site: FaultSite, fault: Fault) -> None:
     strange += [None, "nonsense", {"batch_id": "b"}, RolloutBatch.model_construct(batch_id="b")]
     message = strange[fault.number % len(strange)]
     stream = site.cluster.handle().options(stream=True).rollout.remote(Role.TRAINER, message, "stranger", [])
-    with contextlib.suppress(RayError):
+    try:
         async for item in stream:
             if not isinstance(item, Rejected):
                 site.cluster.defects.append(f"{message!r} was taken")
+    except RayTaskError as raised:
+        site.cluster.defects.append(f"{message!r} made the coordinator raise {raised.cause!r}")
+    except RayError:  # the coordinator is lost
+        return
 
 
 async def _strange_reserve(site: FaultSite, fault: Fault) -> None:

@@ -8,7 +8,7 @@ import asyncio
 from math import inf, nan
 from random import Random
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
@@ -87,6 +87,8 @@ class ImpossibleAsks:
                 problem = "has left a session"
             if problem is not None:
                 cluster.defects.append(f"the refusal of {bad} by {way.__name__} {problem}: {refused}")
+        except RayTaskError as raised:
+            cluster.defects.append(f"{bad} by {way.__name__} made the coordinator raise {raised.cause!r}")
         except (RayError, WeightsRejected):  # the service is in trouble
             return
         else:

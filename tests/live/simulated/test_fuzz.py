@@ -353,6 +353,21 @@ def an_admission_that_checks_nothing(monkeypatch):
     monkeypatch.setattr(Prompts, "_refusal", lambda self, group, token_ids: None)
 
 
+def refusals_that_are_raised(monkeypatch):
+    """Each request that would be refused ends in an exception of the coordinator."""
+
+    def raises(call):
+        def answer(*arguments):
+            if isinstance(found := call(*arguments), Rejected):
+                raise ZeroDivisionError(found.reason)
+            return found
+
+        return answer
+
+    monkeypatch.setattr(Prompts, "prepare_group", raises(Prompts.prepare_group))
+    monkeypatch.setattr(deliveries, "checked", raises(deliveries.checked))
+
+
 def replicas_that_stay_idle(monkeypatch):
     """The core decides nothing for 40 s of each minute."""
     decide = RolloutCore.decide
@@ -391,6 +406,8 @@ def calls_that_end_as_cancelled(monkeypatch):
         (replicas_that_stay_idle, ("slow",), 0, "while a replica was ready and idle"),
         (answers_that_were_cut, ("hasty",), 3, "cancelled without a request"),
         (an_admission_that_checks_nothing, ("impossible",), 1, "was taken by"),
+        (refusals_that_are_raised, ("impossible",), 1, "made the coordinator raise ZeroDivisionError"),
+        (refusals_that_are_raised, ("strange_batch",), 0, "made the coordinator raise ZeroDivisionError"),
         (calls_that_end_as_cancelled, ("slow",), 0, "was cancelled, by nobody"),
     ],
 )
