@@ -76,23 +76,19 @@ class ResultChecks:
         logprobs = list(map(logprob_of, tokens))
         if list(sample.logprobs) != logprobs or list(sample.raw_logprobs) != [2 * one for one in logprobs]:
             raise Wrong(f"{where}: logprobs are not those of its tokens")
-        self._end(group, sample, where)
+        self._end(group.max_tokens, sample, where)
         if self._cluster.one_version and len(made_by := {one.weights_version for one in sample.segments}) > 1:
             raise Wrong(f"{where}: weights {sorted(made_by)} have made it, one after the other")
         if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
             raise Wrong(f"{where}: {problem}")
         if sample.finish_reason is SampleEnd.CANCELLED and batch.batch_id not in ledger.cancels:
             raise Wrong(f"{where}: cancelled without a request")
-        by_themselves = MAX_LOST_ALONE if self._cluster.deadly else MAX_LOST_ALONE + MAX_LOST
-        may_be_deadly = len(self._cluster.gone) >= by_themselves and " left: " in (sample.error or "")
         if (problem := self._cluster.culprits.problem(key, group.token_ids, sample)) is not None:
             raise Wrong(f"{where}: {problem}")
-        excused = key in self._cluster.deadly or self._cluster.culprits.is_to_blame(key, sample.error)
-        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and not excused:
-            raise Wrong(f"{where}: given up: {sample.error}")
+        self._given_up(key, sample, where)
 
     def check_turn(self, key: int, prompt: Sequence[int], max_tokens: int, sample: SampleResult, where: str) -> None:
-        """Checks one turn of a sample by its own key: tokens, their logprobs and its end."""
+        """Checks one turn of a sample by its own key: tokens, their logprobs and its end, which may be no failure."""
         tokens = sample.token_ids
         spans = [(segment.start, segment.end) for segment in sample.segments]
         if [place for span in spans for place in span] != sorted(place for span in spans for place in span):
@@ -103,10 +99,18 @@ class ResultChecks:
             self._segment(key, prompt, tokens, segment, where)
         if list(sample.logprobs) != list(map(logprob_of, tokens)):
             raise Wrong(f"{where}: logprobs are not those of its tokens")
-        if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != max_tokens:
-            raise Wrong(f"{where}: {len(tokens)} tokens of at most {max_tokens} end it by length")
+        self._end(max_tokens, sample, where)
         if sample.finish_reason is SampleEnd.CANCELLED:
             raise Wrong(f"{where}: cancelled without a request")
+        self._given_up(key, sample, where)
+
+    def _given_up(self, key: int, sample: SampleResult, where: str) -> None:
+        """Checks that a sample which has failed may have: it ends engines, or seems to, or is a culprit."""
+        by_themselves = MAX_LOST_ALONE if self._cluster.deadly else MAX_LOST_ALONE + MAX_LOST
+        may_be_deadly = len(self._cluster.gone) >= by_themselves and " left: " in (sample.error or "")
+        excused = key in self._cluster.deadly or self._cluster.culprits.is_to_blame(key, sample.error)
+        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and not excused:
+            raise Wrong(f"{where}: given up: {sample.error}")
 
     def _segment(self, key: int, prompt: Sequence[int], tokens: Sequence[int], segment, where: str) -> None:
         """Checks that weights of the segment's version may have drawn its tokens after those before it."""
@@ -126,12 +130,12 @@ class ResultChecks:
             if not known & fits and not self._cluster.forgetful:
                 raise Wrong(f"{where}: weights {version} are {fits} here, and were {known} before")
 
-    def _end(self, group: PromptGroup, sample: SampleResult, where: str) -> None:
+    def _end(self, max_tokens: int, sample: SampleResult, where: str) -> None:
         tokens = sample.token_ids
         stops = [place for place, token in enumerate(tokens) if token == EOS]
         if stops and stops != [len(tokens) - 1]:
             raise Wrong(f"{where}: tokens follow its end at {stops[0]}")
         if (sample.finish_reason is SampleEnd.STOP) != bool(stops):
             raise Wrong(f"{where}: {len(tokens)} tokens, ends at {stops}, finish_reason {sample.finish_reason}")
-        if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != group.max_tokens:
-            raise Wrong(f"{where}: {len(tokens)} tokens of at most {group.max_tokens} end it by length")
+        if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != max_tokens:
+            raise Wrong(f"{where}: {len(tokens)} tokens of at most {max_tokens} end it by length")

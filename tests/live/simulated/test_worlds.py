@@ -15,8 +15,12 @@ from tailrace.deployments.telemetry import Telemetry
 from tailrace.lab.fuzz.campaign import outcome_of
 from tailrace.lab.fuzz.run import SINGLES_SHARE, plan_of
 from tailrace.lab.fuzz.worlds.plan import ALWAYS, WORLDS
+from tailrace.policies.core import rollout as core_module
+from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.fairness import FairShares
+from tailrace.policies.protocol.actions import SampleEnd
+from tailrace.policies.protocol.events import SampleReturned
 
 
 def growing_batches_that_count_twice(monkeypatch):
@@ -53,6 +57,17 @@ def one_start_a_tick(monkeypatch):
 
 def priorities_that_do_not_count(monkeypatch):
     monkeypatch.setattr(FairShares, "key", lambda self, batch: (0, batch.running_tokens / batch.share))
+
+
+def turns_that_are_given_up(monkeypatch):
+    """Each second turn ends as failed, though nothing has happened."""
+    returned = RolloutCore._returned
+
+    def give_up(self, event):
+        returned(self, event)
+        self._end(self.sample(event.sample_id), SampleEnd.FAILED, "no reason", "no reason")
+
+    monkeypatch.setitem(core_module._HANDLERS, SampleReturned, give_up)
 
 
 SEEDS = {
@@ -100,6 +115,7 @@ def test_every_world_has_a_seed_here():
         (priorities_that_do_not_count, ("scarce",), 17, "began, of turn"),
         (shares_that_do_not_count, ("scarce",), 11, "began, of turn"),
         (one_start_a_tick, ("scarce",), 0, "of KV, "),
+        (turns_that_are_given_up, ("turns",), 0, "given up: no reason"),
     ],
 )
 def test_a_world_finds_the_defect(monkeypatch, broken, kinds, first, problem):
