@@ -31,6 +31,12 @@ def dies_of_seven(connection, log: str) -> None:
         _done(connection, len(requests))
 
 
+def dies_after_its_answer(connection, log: str) -> None:
+    for requests in _rounds(connection, log):
+        _done(connection, len(requests))
+        os._exit(5)
+
+
 def hangs(connection, log: str) -> None:
     with open(log, "a") as file:
         faulthandler.register(signal.SIGUSR1, file)

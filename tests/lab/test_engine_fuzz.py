@@ -195,6 +195,15 @@ def test_a_dead_engine_is_found_with_the_place_and_started_again(hosted):
     assert engine.run(numbered(3))["problems"] == [] and engine.starts == 2
 
 
+def test_an_engine_that_dies_between_two_rounds_is_lost_and_started_again(hosted):
+    engine = hosted(fuzzed_hosts.dies_after_its_answer)
+    assert engine.run(numbered(1))["problems"] == []
+    engine._process.join()
+    ((kind, text, _),) = engine.run(numbered(1))["problems"]
+    assert kind == LOST and "ended with 5 at the begin" in text
+    assert engine.run(numbered(1))["problems"] == [] and engine.starts == 2
+
+
 def test_a_dead_engine_is_traced_to_its_request(hosted):
     engine = hosted(fuzzed_hosts.dies_of_seven)
     small = shortened(numbered(), lambda some: engine.run(some)["problems"] != [], 40)

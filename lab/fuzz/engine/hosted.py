@@ -1,5 +1,6 @@
 """The parent's side of an engine process: it requests rounds, and tells a hang and a death from slow work."""
 
+import contextlib
 import os
 import re
 import signal
@@ -45,7 +46,8 @@ class HostedEngine:
         if self._process is None:
             self._start()
         self.rounds, self.rounds_of_this = self.rounds + 1, self.rounds_of_this + 1
-        self._connection.send((self.rounds, requests))
+        with contextlib.suppress(ConnectionError):  # it has ended since the last round, which the read finds
+            self._connection.send((self.rounds, requests))
         self._in_round = True
         place, since = "the begin", self._since()
         report: dict[str, Any] = {"fates": [], "problems": [], "noise": 0.0, "steps": 0, "rss_mb": 0.0}
