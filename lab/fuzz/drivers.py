@@ -239,7 +239,10 @@ class SimulatedDriver:
             self._again(batch)
         rng = Random(f"{batch.seed}:{batch.batch_id}:grown:{self._now()}")
         sent = batch.model_copy(update={"min_weights_version": self._floor})
-        groups = await GrownBatch(self._cluster, sent, rng).groups()
+        grown = GrownBatch(self._cluster, sent, rng)
+        groups = await grown.groups()
+        if grown.refused is not None and not self._ledger.policies_failed:
+            raise Wrong(f"{batch.batch_id} was refused as it grew: {grown.refused}")
         self._cluster.log_disk.begin(batch.batch_id)  # its streams are closed
         return groups
 

@@ -1,13 +1,13 @@
 """A batch that grows while it runs: a driver requests some of its groups, then more, by streams of one name.
 
 Invariant: `groups` returns all groups, or None if the service is in trouble; the driver then requests the whole batch.
-Called by `drivers`.
+A refusal for which a batch that does not grow would fail, too, is `refused`. Called by `drivers`.
 """
 
 import asyncio
 from random import Random
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.roles import Role
@@ -30,6 +30,7 @@ class GrownBatch:
         self._streams: list = []
         self._tasks: list[asyncio.Task] = []
         self._asked = 0  # groups of the newest stream
+        self.refused: str | None = None  # why the service has refused or failed this batch, though it is a good one
 
     async def groups(self) -> dict[str, GroupResult] | None:
         """Returns all groups by prompt id, or None."""
@@ -78,6 +79,7 @@ class GrownBatch:
                 await asyncio.sleep(AGAIN_S)  # the stream before it has its groups meanwhile
                 self._ask(self._asked)
             elif item is not None:
+                self.refused = _without_cause(item)
                 return False
             elif len(self._got) < len(self._batch.groups):
                 self._grow()
@@ -95,3 +97,12 @@ class GrownBatch:
     def _grow(self) -> None:
         """Requests more groups, in a new stream; this ends the stream before it."""
         self._ask(min(len(self._batch.groups), self._asked + self._rng.randint(1, 2)))
+
+
+def _without_cause(item: Rejected | RayError) -> str | None:
+    """Returns the reason of a refusal of the batch itself, or an exception of the coordinator, or None: the reader, the
+    weights or an adapter may be at fault, or the coordinator is lost.
+    """
+    if isinstance(item, Rejected):
+        return item.reason if item.by in (RejectedBy.CONTENT, RejectedBy.SIZE) else None
+    return f"the coordinator raised {item.cause!r}" if isinstance(item, RayTaskError) else None

@@ -8,9 +8,9 @@ import pytest
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import RolloutRejected
 from tailrace.deployments.batches import quotas
-from tailrace.deployments.batches.deliveries import Deliveries
+from tailrace.deployments.batches.deliveries import Deliveries, Delivery
 from tailrace.deployments.batches.quotas import Quotas
-from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.lab.fuzz.campaign import outcome_of
 from tailrace.lab.fuzz.run import SINGLES_SHARE, plan_of
@@ -57,6 +57,16 @@ def one_start_a_tick(monkeypatch):
 
 def priorities_that_do_not_count(monkeypatch):
     monkeypatch.setattr(FairShares, "key", lambda self, batch: (0, batch.running_tokens / batch.share))
+
+
+def batches_that_cannot_grow(monkeypatch):
+    refusal = Delivery.refusal
+
+    def refuse(self, message, driver, now_s):
+        reason = f"{message.batch_id} runs already"
+        return Rejected(reason=reason) if self.adds(message) else refusal(self, message, driver, now_s)
+
+    monkeypatch.setattr(Delivery, "refusal", refuse)
 
 
 def turns_that_are_given_up(monkeypatch):
@@ -115,6 +125,7 @@ def test_every_world_has_a_seed_here():
         (priorities_that_do_not_count, ("scarce",), 17, "began, of turn"),
         (shares_that_do_not_count, ("scarce",), 11, "began, of turn"),
         (one_start_a_tick, ("scarce",), 0, "of KV, "),
+        (batches_that_cannot_grow, ("grown",), 0, "was refused as it grew: d"),
         (turns_that_are_given_up, ("turns",), 0, "given up: no reason"),
     ],
 )
