@@ -16,8 +16,9 @@ from statistics import median
 from safetensors.torch import load_file
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.cluster import service
+from tailrace.app.cluster import DEPLOY_S, service
 from tailrace.app.config import ServeFile
+from tailrace.app.errors import Failed
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.model import perturbed, resolve_model
 from tailrace.app.trl.weights_folders import WeightsFolders
@@ -80,7 +81,9 @@ def _figures(loaded: WeightsLoaded, began_s: float, blocked_s: float) -> dict:
 
 
 def measure(file: ServeFile, repeats: int, samples: int, say: Callable[[str], None]) -> dict:
-    """Returns the figures of each mode, of a replica that joins late, and of one that is killed in mid-update."""
+    """Returns the figures of each mode, of a replica that joins late, and of one that is killed in mid-update.
+    `same_tokens`: each set of weights gave the same tokens every time, and the two sets gave other ones.
+    """
     model = resolve_model(file.application.args.engine.model)
     with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as scratch:
         folders = [model, perturbed(model, Path(scratch) / "other", scale=0.02)]
@@ -117,9 +120,10 @@ async def _measured(updates: Updates, repeats: int, say: Callable[[str], None]) 
             same &= said.setdefault(which, tokens) == tokens
             await updates.busy()
     nbytes = sum(tensor.nbytes for tensor in updates.tensors[0].values())
-    result = {"bytes": nbytes, **{name: _medians(rows) for name, rows in modes.items()}, "same_tokens": same}
+    result = {"bytes": nbytes, **{name: _medians(rows) for name, rows in modes.items()}}
     for which in {0, 1} - said.keys():
         said[which] = await _said(updates, which)
+    result["same_tokens"] = same and said[0] != said[1]  # an update that loads nothing changes no token
     result["late_replica"] = await _late(updates, said, say)
     result["killed_in_mid_update"] = await _killed(updates, said, say)
     return result
@@ -143,7 +147,8 @@ def _medians(rows: list[dict]) -> dict:
 async def _late(updates: Updates, said: dict, say: Callable[[str], None]) -> dict:
     """Kills a replica between updates, and returns figures of its successor.
 
-    The successor starts with the model's first weights, and joins with the present ones, which are in memory.
+    The successor starts with the model's first weights, and joins with the present ones, which are in memory. Raises
+    Failed if there is none after DEPLOY_S.
     """
     await updates.by_memory(1)
     await updates.busy()
@@ -151,6 +156,8 @@ async def _late(updates: Updates, said: dict, say: Callable[[str], None]) -> dic
     began_s = time.monotonic()
     kill_actors(min(before))
     while not (new := {r.replica_id for r in (await updates.client.status()).replicas if r.ready} - before):
+        if time.monotonic() > began_s + DEPLOY_S:
+            raise Failed(f"no replica has joined {DEPLOY_S:.0f} s after one was killed")
         await asyncio.sleep(0.05)
     took_s = round(time.monotonic() - began_s, 2)
     held = {r.replica_id: r.weights_version for r in (await updates.client.status()).replicas}
