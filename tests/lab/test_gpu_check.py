@@ -15,9 +15,21 @@ from test_imports import loaded
 
 from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.lab.benchmarks.gpu import catalog, check, driver, made_models
-from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, CheckStep, Processes, StepEnded, drive
+from tailrace.lab.benchmarks.gpu.driver import (
+    DONE,
+    FAILED,
+    KILLED,
+    NO_TIME,
+    PARTLY,
+    PARTLY_CODE,
+    CheckStep,
+    Processes,
+    StepEnded,
+    drive,
+)
 from tailrace.lab.benchmarks.gpu.place import ROOT, Place, libraries_of
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines, figures, table
+from tailrace.lab.benchmarks.gpu.steps import __main__ as steps
 from tailrace.lab.benchmarks.gpu.steps import attention, drawing, exactness
 
 WRITES = (
@@ -28,6 +40,7 @@ ENDS = {
     "good": WRITES,
     "bad": WRITES + "sys.exit(3)",
     "hangs": WRITES + HANGS + "open(sys.argv[3], 'w').write(str(p.pid)); time.sleep(600)",
+    "partly": WRITES + f"sys.exit({PARTLY_CODE})",
     "mends": "import os, sys; sys.exit(0 if os.environ.get('MENDED') else 1)",
     "cut": WRITES + 'open(sys.argv[1], \'a\').write(\'{"step": "cut", "wh\'); sys.exit(1)',
 }
@@ -105,6 +118,28 @@ def test_a_step_is_tried_once_more_with_other_settings(run):
     second = {"MENDED": "1"}
     assert run(step("mends", second_try=second), step("bad", second_try=second)) == {"mends": DONE, "bad": FAILED}
     assert [line["end"] for line in run.results.since(0) if "end" in line] == [FAILED, DONE, FAILED, FAILED]
+
+
+def test_a_step_with_some_of_its_figures_is_not_run_again(run):
+    """A second try of all of it would take the minutes of the steps after it."""
+    assert run(step("partly", second_try={"MENDED": "1"}), step("good")) == {"partly": PARTLY, "good": DONE}
+    assert [line["end"] for line in run.results.since(0) if "end" in line] == [PARTLY, DONE]
+
+
+@pytest.mark.parametrize(
+    ("fails", "how", "code"), [([], DONE, 0), (["tried"], PARTLY, PARTLY_CODE), (["tried", "must"], FAILED, 1)]
+)
+def test_a_step_that_is_done_in_part_says_so(monkeypatch, tmp_path, fails, how, code):
+    def measured(measurements):
+        for name in ("tried", "must"):
+            getattr(measurements, name)(name, lambda name=name: 1 / 0 if name in fails else {})
+
+    one, place = step("one")._replace(run="one:measured"), Place(tmp_path, tmp_path, card=False, small=True)
+    monkeypatch.setattr(steps, "import_module", lambda _: SimpleNamespace(measured=measured))
+    assert steps.run_step(one, place).how == how
+    monkeypatch.setattr(steps.catalog, "STEPS", (one,))
+    monkeypatch.setattr(sys, "argv", ["steps", "one", place.text()])
+    assert steps.main() == code
 
 
 def test_a_second_try_needs_time_too(tmp_path, monkeypatch):

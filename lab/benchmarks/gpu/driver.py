@@ -15,8 +15,12 @@ from typing import NamedTuple
 
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
 
-DONE, FAILED, KILLED, NO_TIME = "done", "failed", "out of time", "no time left"
+DONE, PARTLY, FAILED, KILLED, NO_TIME = "done", "done in part", "failed", "out of time", "no time left"
+"""Ends of a step. PARTLY: some of its measurements failed, and the others have their figures."""
+
 ENDS_WELL = (DONE, NO_TIME)
+PARTLY_CODE = 4
+"""Exit code of the process of a step that is done in part."""
 
 
 class CheckStep(NamedTuple):
@@ -24,8 +28,8 @@ class CheckStep(NamedTuple):
 
     `limit_s`: seconds after which the step is killed. `call`: 1 or 2 for a step of the first or second call on a
     machine that is lent for minutes, else 3. `run`: module and function, with a colon between. `shows`: what the step
-    shows, for users. `settings`: keyword arguments of `run`. `second_try`: environment variables with which a failed
-    step is tried once more; without any it is not. `dry`: whether the step runs on CPUs too.
+    shows, for users. `settings`: keyword arguments of `run`. `second_try`: environment variables with which a step that
+    failed or was killed is tried once more; without any it is not. `dry`: whether the step runs on CPUs too.
     """
 
     name: str
@@ -72,7 +76,7 @@ def drive(steps: Iterable[CheckStep], run: Run, results: ResultLines, until_s: f
         ends[step.name] = how
         reason = ", ".join(filter(None, [reason, *(f"{name}={value}" for name, value in settings.items())]))
         say(results.add(step.name, end=how, s=round(time.monotonic() - start_s, 1), reason=reason))
-        return how == DONE
+        return how in (DONE, PARTLY)
 
     for step in steps:
         if not attempt(step, {}) and step.second_try:
@@ -101,6 +105,8 @@ class Processes:
             return StepEnded(KILLED, f"limit of {limit_s:.0f} s")
         finally:
             end(process)
+        if code == PARTLY_CODE:
+            return StepEnded(PARTLY, "some measurements failed")
         return StepEnded(DONE) if code == 0 else StepEnded(FAILED, f"exit code {code}")
 
     def start(self, step: CheckStep, settings: dict[str, str]) -> subprocess.Popen:

@@ -1,6 +1,6 @@
 """The process of one step: `python -m tailrace.lab.benchmarks.gpu.steps NAME PLACE`.
 
-The exit code is 1 if the step or one of its measurements failed.
+The exit code is 1 if the step failed, PARTLY_CODE if only some of its measurements did.
 """
 
 import os
@@ -9,7 +9,7 @@ import traceback
 from importlib import import_module
 
 from tailrace.lab.benchmarks.gpu import catalog
-from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, CheckStep, StepEnded
+from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, PARTLY, PARTLY_CODE, CheckStep, StepEnded
 from tailrace.lab.benchmarks.gpu.measurements import NEEDS_CARD, Measurements, StepEnds
 from tailrace.lab.benchmarks.gpu.place import Place
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
@@ -26,7 +26,7 @@ def run_step(step: CheckStep, place: Place) -> StepEnded:
     except Exception as error:  # noqa: BLE001 - an error of the step is a result
         traceback.print_exc()
         return StepEnded(FAILED, f"{type(error).__name__}: {str(error)[:500]}")
-    return StepEnded(FAILED, f"{measurements.failed} measurements failed") if measurements.failed else StepEnded(DONE)
+    return StepEnded(PARTLY, f"{measurements.failed} measurements failed") if measurements.failed else StepEnded(DONE)
 
 
 def look_at(step: CheckStep, place: Place) -> StepEnded:
@@ -43,7 +43,7 @@ def main() -> int:
     if ended.how != DONE:
         ResultLines(Place.read(place).out).add(name, what="the step", error=ended.reason)
         print(f"{name}: {ended.reason}", file=sys.stderr)
-    return int(ended.how != DONE)
+    return {DONE: 0, PARTLY: PARTLY_CODE}.get(ended.how, 1)
 
 
 if __name__ == "__main__":
