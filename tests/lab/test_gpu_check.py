@@ -343,6 +343,18 @@ def test_samples_that_run_alone_have_every_sampling():
     assert {i % exactness.GROUP for i in case.ran["alone"]} == set(range(exactness.GROUP))
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_samples_that_failed_have_no_digest(monkeypatch, fails):
+    case, said = SamplesByHand(), []
+    case._step.say = lambda what, **_: said.append(what)
+    case._step.tried = lambda _what, way: fails or way()
+    monkeypatch.setattr(case, "_wanted", {})
+    for way in ("in_chunks", "with_drafts"):
+        monkeypatch.setattr(case, way, dict, raising=False)
+    case.compare()
+    assert said == ([] if fails else ["tokens"])
+
+
 @pytest.mark.parametrize(
     ("tokens", "logprobs", "moved"),
     [

@@ -65,8 +65,8 @@ class SameSamples:
         ways = self.together, self.again, self.alone, self.in_chunks, self.with_drafts
         for way in ways:
             self._step.tried(way.__name__.replace("_", " "), way)
-        tokens = {i: each.token_ids.tolist() for i, each in self._wanted.items()}
-        self._step.say("tokens", digest=hash_of(tokens))
+        if tokens := {i: each.token_ids.tolist() for i, each in self._wanted.items()}:  # all that failed are alike
+            self._step.say("tokens", digest=hash_of(tokens))
 
     def _ask(self, way: str, i: int, made, count: int, drafts: int = 0) -> ChunkRequest:
         given = self._prompts[i], made, count, f"g{i // GROUP}", drafts, SAMPLINGS[i % GROUP]
