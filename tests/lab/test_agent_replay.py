@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from tailrace.app.cli import run
+from tailrace.app.config import DEFAULT_CONFIG, load_config, with_engine
 from tailrace.app.errors import Failed
 from tailrace.lab.benchmarks.live import agents
 from tailrace.lab.benchmarks.live.agent_replay import PlayedTurn, figures, play, scaled
@@ -132,3 +133,11 @@ def test_what_cannot_be_played_is_named_before_anything_starts(tmp_path, capsys,
     path.write_text(json.dumps({"id": "a", "requests": [{"in": 10, "out": 3, "parent": None, "shared": 0}]}))
     assert run(["bench", "agents", "--live", "--trace", str(path), *given]) != 0
     assert named in capsys.readouterr().err
+
+
+def test_our_engines_compute_in_the_type_of_the_others_whatever_the_file_has():
+    file = load_config(DEFAULT_CONFIG.with_name("serve.http.yaml"))
+    application = with_engine(file, {"dtype": "bfloat16"}).application
+    file = file.model_copy(update={"applications": (application, file.gateway)})
+    engine = agents._with(file, 1024, 4096, 1).application.args.engine
+    assert engine.dtype == agents.servers.DTYPE and engine.max_batched_tokens == agents.BATCHED_TOKENS

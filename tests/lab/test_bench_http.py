@@ -2,13 +2,19 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
 from resource import RLIM_INFINITY
 
 import pytest
 from aiohttp import web
 
+from tailrace.app import cluster
+from tailrace.app.config import DEFAULT_CONFIG, load_config, with_engine
 from tailrace.app.errors import Failed
-from tailrace.lab.benchmarks.http import http
+from tailrace.deployments.replica_count import fixed
+from tailrace.lab.benchmarks.http import http, servers
 from tailrace.lab.benchmarks.http.load import GROUP, body_of, load
 
 
@@ -68,6 +74,32 @@ def test_all_requests_are_open_at_once():
 def test_prompts_are_a_group_s_and_of_one_turn():
     prompts = [tuple(body_of("m", turn, number, 5)["prompt"]) for turn in (1, 2) for number in range(2 * GROUP)]
     assert len(set(prompts)) == 4 and len(set(prompts[:GROUP])) == 1
+
+
+def test_both_engines_have_the_same_settings_whatever_the_file_has(monkeypatch, tmp_path):
+    commands, files = [], []
+    for name, value in servers.NICENESS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(servers, "await_health", lambda *_: None)
+    monkeypatch.setattr(servers, "end_group", lambda _: None)
+    monkeypatch.setattr(servers.subprocess, "Popen", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(cluster, "service", lambda file, _: files.append(file) or nullcontext())
+    file = with_engine(load_config(DEFAULT_CONFIG), {"dtype": "bfloat16", "max_batched_tokens": 16_384})
+    shape = servers.EngineShape(Path("/tiny"), 64)
+    with servers.vllm(shape, tmp_path / "log"), servers.ours(file, shape):
+        pass
+    (command,), (ours,) = commands, (one.application.args for one in files)
+    theirs = dict(pairwise(command))
+    for flag, name in {
+        "--dtype": "dtype",
+        "--max-num-batched-tokens": "max_batched_tokens",
+        "--max-num-seqs": "max_running",
+        "--max-model-len": "max_model_len",
+        "--block-size": "block_tokens",
+        "--model": "model",
+    }.items():
+        assert theirs[flag] == str(getattr(ours.engine, name)), name
+    assert float(theirs["--kv-cache-memory-bytes"]) == ours.engine.kv_cache_gib * 2**30 and ours.replicas == fixed(1)
 
 
 def test_figures_are_medians_of_the_turns(monkeypatch):

@@ -41,17 +41,22 @@ VLLM_SERVE = "vllm.entrypoints.launchers.api_server.entry"
 0.32 has another name.
 """
 
+DTYPE = "float32"
+
 NICENESS = {"RAY_worker_niceness": "0"}
 """Setting that Ray reads when it starts. Without it Ray's processes give way to the load on the same cores."""
 
 
 class EngineShape(NamedTuple):
-    """Settings of both engines. Both also have one core, float32, no CUDA graphs and blocks of 32 tokens."""
+    """Settings of both engines. Both also have one core, DTYPE, no CUDA graphs and blocks of 32 tokens.
+    `batched_tokens`: maximum tokens that are computed in a step.
+    """
 
     model: Path
     max_running: int
     max_model_len: int = 512
     kv_cache_gib: float = 1.0
+    batched_tokens: int = 2048
 
 
 def tiny_model(demo: Path, folder: Path, vocabulary: int = 49_152) -> Path:
@@ -76,7 +81,8 @@ def ours(file: ServeFile, shape: EngineShape, args: GatewayConfig | None = None)
 
     port = free_port()
     settings = {"model": str(shape.model), "max_running": shape.max_running, "max_model_len": shape.max_model_len}
-    file = with_engine(file, settings | {"kv_cache_gib": shape.kv_cache_gib, "block_tokens": 32, "cores": 1})
+    settings |= {"kv_cache_gib": shape.kv_cache_gib, "max_batched_tokens": shape.batched_tokens}
+    file = with_engine(file, settings | {"dtype": DTYPE, "block_tokens": 32, "cores": 1})
     application = file.application.with_args(replicas=fixed(1))
     gateway = GatewayApplication(args=(args or GatewayConfig()).model_copy(update={"port": port}))
     with service(file.model_copy(update={"applications": (application, gateway)}), None):
@@ -93,9 +99,10 @@ def vllm(shape: EngineShape, log: Path, flags: tuple[str, ...] = (), core: int =
     port = free_port()
     command = [
         *(sys.executable, "-m", VLLM_SERVE, "--model", str(shape.model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", DTYPE, "--enforce-eager"),
         *("--served-model-name", shape.model.name, "--max-num-seqs", str(shape.max_running)),
-        *("--max-model-len", str(shape.max_model_len), "--block-size", "32", "--disable-uvicorn-access-log"),
+        *("--max-model-len", str(shape.max_model_len), "--max-num-batched-tokens", str(shape.batched_tokens)),
+        *("--block-size", "32", "--disable-uvicorn-access-log"),
         *("--kv-cache-memory-bytes", str(int(shape.kv_cache_gib * 2**30))),
         *flags,
     ]

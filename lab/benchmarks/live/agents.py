@@ -142,8 +142,9 @@ def token_bytes(model: Path) -> int:
 
 
 def _vllm(scratch: Path, model: Path, kv_tokens: int, plan: Plan, say: Say) -> Runs:
-    shape = servers.EngineShape(model, MAX_RUNNING, MAX_MODEL_LEN, kv_tokens * token_bytes(model) / 2**30)
-    flags = "--enable-prompt-tokens-details", "--max-num-batched-tokens", str(BATCHED_TOKENS)
+    kv_gib = kv_tokens * token_bytes(model) / 2**30
+    shape = servers.EngineShape(model, MAX_RUNNING, MAX_MODEL_LEN, kv_gib, BATCHED_TOKENS)
+    flags = ("--enable-prompt-tokens-details",)
     say(f"two `vllm serve` with KV for {kv_tokens} tokens each: starting")
     with ExitStack() as stack:
         logs = [scratch / f"vllm-{kv_tokens}-{core}.log" for core in range(REPLICAS)]
@@ -194,7 +195,7 @@ def _with(file: ServeFile, token: int, pool_tokens: int, port: int) -> ServeFile
     engine = file.application.args.engine
     settings = {
         "max_model_len": MAX_MODEL_LEN, "max_running": MAX_RUNNING, "max_batched_tokens": BATCHED_TOKENS,
-        "kv_cache_gib": KV_TOKENS * token / 2**30, "block_tokens": 32, "cores": 1,
+        "kv_cache_gib": KV_TOKENS * token / 2**30, "block_tokens": 32, "cores": 1, "dtype": servers.DTYPE,
         "draft": engine.draft.model_copy(update={"method": "off"}),
     }  # fmt: skip
     application = with_engine(file, settings).application
