@@ -61,6 +61,8 @@ async def _roll(client: RolloutClient, groups, say) -> tuple[dict, int, PoolView
     watching = asyncio.create_task(watch())
     summary = summarise([group async for group in client.rollout(RolloutBatch(batch_id="pool-verify", groups=groups))])
     watching.cancel()
+    if watching.done():  # it ends by an error alone
+        watching.result()
     say(f"{summary['tokens']} tokens, at most {most_keys} keys at a time")
     deadline_s = time.monotonic() + SETTLE_S
     await asyncio.sleep(1.0)  # two polls: the figures must be from after the end

@@ -10,12 +10,13 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
-from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ReplicaStatus, ServiceSnapshot
 from tailrace.lab.benchmarks.commands.bench import command
-from tailrace.lab.benchmarks.live import static_baseline
+from tailrace.lab.benchmarks.live import speculation, static_baseline, tail
 from tailrace.lab.benchmarks.live.pictures import acceptance_over_time
 from tailrace.lab.benchmarks.live.speculation import BUDGETS, SpeculationLook, ratios, shares
+from tailrace.lab.verification import leftovers
 from tailrace.policies.families.draft_models import Planned
 from tailrace.policies.families.registry import Policies, members
 
@@ -175,7 +176,40 @@ class OneRollout:
 
     async def rollout(self, _batch):
         self.calls.append("rollout")
+        await asyncio.sleep(0.05)
         yield "group"
+
+
+async def fails(*_):
+    raise RuntimeError("the service does not answer")
+
+
+def test_a_run_whose_watcher_failed_gives_no_figures(monkeypatch):
+    """It would be the figures of the looks until then."""
+    client, group = OneRollout(), PromptGroup(prompt_id="p", token_ids=(1,), samples=1)
+    client.status, batch = fails, RolloutBatch(batch_id="b", groups=(group,))
+    monkeypatch.setattr(speculation, "LOOK_S", 0.01)
+    monkeypatch.setattr(leftovers, "SETTLE_S", 0.0)
+    for module in (speculation, leftovers, tail):
+        monkeypatch.setattr(module, "summarise", lambda _: {"tokens": 1, "moved_samples": 0, "makespan_s": 1.0})
+    monkeypatch.setattr(tail, "_all_up", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(tail, "_listen", fails)
+    replay = tail.Replay(batch.groups, (), [{"epochs": [{"policy_step": 0}]}], None)
+    runs = (
+        lambda: speculation._roll(client, "r", Policies(), batch.groups),
+        lambda: leftovers._roll(client, batch.groups, lambda _: None),
+        lambda: tail._roll(Answering(), "r", replay, 2),
+    )
+    for run in runs:
+        with pytest.raises(RuntimeError, match="does not answer"):
+            asyncio.run(run())
+
+
+class Answering(OneRollout):
+    """A client whose service has one replica."""
+
+    async def status(self):
+        return SimpleNamespace(replicas=[SimpleNamespace(max_running=1)])
 
 
 def test_a_run_of_bench_live_knows_no_lengths_of_the_run_before(monkeypatch):

@@ -114,6 +114,8 @@ async def _roll(client: RolloutClient, name: str, policies: Policies, groups) ->
         await asyncio.sleep(4 * LOOK_S)
     finally:
         looking.cancel()
+    if looking.done():  # it ends by an error alone
+        looking.result()
     summary = summarise(done)
     return {key: summary[key] for key in KEPT} | shares(looks), looks
 

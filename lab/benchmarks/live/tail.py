@@ -278,6 +278,8 @@ async def _roll(client: RolloutClient, name: str, replay: Replay, replicas: int)
         groups = [group async for group in client.rollout(batch)]
     finally:
         listening.cancel()
+    if listening.done():  # it ends by an error alone
+        listening.result()
     summary = summarise(groups)
     summary["drain_s"] = round(drain_s([s.timings.finished_s for group in groups for s in group.samples], places), 3)
     ended_s = began_s + summary["makespan_s"]
