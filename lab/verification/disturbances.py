@@ -144,7 +144,9 @@ async def lose_the_master(client: RolloutClient, batch_id: str) -> str:
 
 
 async def kill_another_driver(client: RolloutClient, batch: RolloutBatch) -> str:
-    """Starts the batch by another driver and kills that under way; the caller's driver gets the batch by its id."""
+    """Starts the batch by another driver and kills that under way; the caller's driver gets the batch by its id. The
+    note is empty if the other driver ends before.
+    """
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -152,9 +154,14 @@ async def kill_another_driver(client: RolloutClient, batch: RolloutBatch) -> str
         file = Path(folder) / "batch.json"
         file.write_text(batch.model_dump_json())
         driver = await asyncio.create_subprocess_exec(sys.executable, "-c", DRIVER, str(file), address, cwd=folder)
+        looking = asyncio.create_task(_under_way(client, batch.batch_id))
+        ending = asyncio.create_task(driver.wait())
         try:
-            status = await _under_way(client, batch.batch_id)
+            await asyncio.wait({looking, ending}, return_when=asyncio.FIRST_COMPLETED)
+            running = None if ending.done() else looking.result().running
         finally:
-            driver.kill()
-            await driver.wait()
-    return f"killed a driver with {status.running} samples running"
+            looking.cancel()
+            if driver.returncode is None:
+                driver.kill()
+            await ending
+    return "" if running is None else f"killed a driver with {running} samples running"

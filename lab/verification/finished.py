@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.cluster import service
+from tailrace.app.cluster import DEPLOY_S, service
 from tailrace.app.config import ServeFile
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult
 from tailrace.lab.verification.runs import chunked
@@ -42,7 +42,9 @@ def measure(file: ServeFile, batch: RolloutBatch, weights: Path, say: Callable[[
 
 
 async def rolled(client: RolloutClient, batch: RolloutBatch, weights: str) -> FinishedRolls:
-    """Runs the batch four times, and changes the weights in the second run."""
+    """Runs the batch four times, and changes the weights in the second run. Raises TimeoutError if a replica does not
+    have the new weights DEPLOY_S after the older samples have ended.
+    """
     await client.set_policies(Policies(**chunked(CHUNK_TOKENS, "goodput", "round_robin"), kv_on_update="finish"))
     wanted = (await client.status()).weights_version + 1
     before, across = await _roll(client, batch, "before"), []
@@ -54,8 +56,9 @@ async def rolled(client: RolloutClient, batch: RolloutBatch, weights: str) -> Fi
     in_flight = sum(group.samples for group in batch.groups) - sum(len(group.samples) for group in across)
     right_after = await _roll(client, batch, "right-after")
     await rolling
-    while any(one.weights_version != wanted for one in (await client.status()).replicas):
-        await asyncio.sleep(POLL_S)
+    async with asyncio.timeout(DEPLOY_S):
+        while any(one.weights_version != wanted for one in (await client.status()).replicas):
+            await asyncio.sleep(POLL_S)
     return FinishedRolls(before, across, right_after, await _roll(client, batch, "after"), in_flight)
 
 

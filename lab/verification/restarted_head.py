@@ -106,12 +106,16 @@ class Driver:
             return subprocess.Popen(self._command, env=environment, stdout=log, stderr=log)
 
     def killed_with(self, head: Head) -> int:
-        """Runs until a group is there, and kills the head. Returns the number of groups that are kept."""
-        driver = self._start()
+        """Runs until a group is there, and kills the head. Returns the number of groups that are kept. Raises Failed if
+        the driver fails, or has no group after DRIVER_S.
+        """
+        driver, deadline_s = self._start(), time.monotonic() + DRIVER_S
         try:
             while not self._lines():
                 if driver.poll() is not None:
                     raise Failed(f"the driver ended: {self._log.read_text()[-300:]}")
+                if time.monotonic() > deadline_s:
+                    raise Failed(f"the driver has no group after {DRIVER_S:.0f} s")
                 time.sleep(0.1)
             head.kill()
         finally:

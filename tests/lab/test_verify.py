@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -356,6 +357,55 @@ def test_a_run_on_a_service_without_http_asks_for_no_address(monkeypatch):
     group = PromptGroup(prompt_id="p", token_ids=(1, 2))
     batch = RolloutBatch(batch_id="b", groups=(group,))
     assert asyncio.run(tokens.roll(AsyncMock(), run, batch, file))["groups"] == ["groups"]
+
+
+KILLED_DRIVER = "killed a driver with 2 samples running"
+
+
+@pytest.mark.parametrize(("program", "note"), [("sys.exit(1)", ""), ("time.sleep(600)", KILLED_DRIVER)])
+def test_another_driver_that_ends_by_itself_was_not_killed(monkeypatch, program, note):
+    async def under_way(*_):
+        await asyncio.sleep(3600 if "exit" in program else 0.2)
+        return SimpleNamespace(running=2)
+
+    context = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    monkeypatch.setitem(sys.modules, "ray", context)
+    monkeypatch.setattr(disturbances, "DRIVER", f"import sys, time; {program}")
+    monkeypatch.setattr(disturbances, "_under_way", under_way)
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,)),))
+
+    async def killed():
+        async with asyncio.timeout(60):
+            return await disturbances.kill_another_driver(AsyncMock(), batch)
+
+    assert asyncio.run(killed()) == note
+
+
+def test_a_replica_that_never_gets_the_new_weights_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(finished, "DEPLOY_S", 0.2)
+    monkeypatch.setattr(finished, "_roll", AsyncMock(return_value=[]))
+    client, batch = AsyncMock(), RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,)),))
+    client.status.return_value = SimpleNamespace(
+        weights_version=0, batches=[], replicas=[SimpleNamespace(weights_version=0)]
+    )
+
+    async def rolled():
+        async with asyncio.timeout(60):
+            await finished.rolled(client, batch, "weights")
+
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(rolled())
+    assert time.monotonic() < began_s + 30
+
+
+def test_a_driver_without_a_group_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(restarted_head, "DRIVER_S", 1.0)
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,)),))
+    driver = restarted_head.Driver(batch, tmp_path, "127.0.0.1:1")
+    driver._command = (sys.executable, "-c", "import time; time.sleep(60)")
+    with pytest.raises(Failed, match="no group after 1 s"):
+        driver.killed_with(SimpleNamespace(kill=None))
 
 
 @pytest.mark.parametrize(("program", "said"), [("time.sleep(600)", "not ended after 2 s"), ("sys.exit('no')", "no")])
