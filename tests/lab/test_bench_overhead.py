@@ -1,13 +1,15 @@
 """Parts of `bench overhead` that need no vLLM: timers around parts, and ratios of engines."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tailrace.app.cli import run
+from tailrace.app.errors import Failed
 from tailrace.lab.benchmarks.engine.overhead import figures, ratios, tables
-from tailrace.lab.benchmarks.engine.overhead_engines import TimedSteps
+from tailrace.lab.benchmarks.engine.overhead_engines import OurEngine, TimedSteps
 from tailrace.lab.benchmarks.engine.recorded_kernels import MOST_VALUES, RecordedKernels
 from tailrace.lab.benchmarks.engine.step_parts import OUTSIDE, StepParts
 
@@ -117,3 +119,31 @@ def test_figures_are_of_a_step():
 def test_other_numbers_of_samples_are_refused(capsys, samples):
     assert run(["bench", "overhead", "--samples", samples]) == 2
     assert "--samples" in capsys.readouterr().err
+
+
+class StoppedLoop:
+    """The loop of an engine that stops at the first chunk. More turns than a few are a benchmark that hangs."""
+
+    problem, turns = "a step failed", 0
+
+    def submit(self, chunk, on_done) -> None:
+        """Takes no chunk."""
+
+    def abort(self, chunk_id: str) -> None:
+        """Has no chunk."""
+
+    def turn(self, _wait_s: float) -> bool:
+        self.turns += 1
+        assert self.turns < 10
+        return False
+
+
+def test_an_engine_that_has_stopped_ends_the_benchmark():
+    """Otherwise its prompts would be waited for without end, and its steps would take no time."""
+    engine = OurEngine.__new__(OurEngine)
+    engine.begun, engine.names, engine._kv, engine._replayed, engine._policy = 0, [], None, False, None
+    engine._loop, engine._stepper = StoppedLoop(), SimpleNamespace(_running={}, busy=True)
+    for act in (lambda: engine.begin(1), engine.turn, engine.end):
+        with pytest.raises(Failed, match="an engine has stopped: a step failed") as raised:
+            act()
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value), "it crosses to the parent process"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.app.errors import Failed
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.context import GroupRef, PastAnswer
 from tailrace.deployments.messages.drafts import DraftPlan
@@ -254,7 +255,7 @@ class OurEngine(TimedEngine):
             self.names.append(chunk.chunk_id)
             self._loop.submit(chunk, self._take)
         while not all(one.first_token_s for one in self._running()) or len(self._running()) < samples:
-            self._loop.turn(0.0)
+            self._turn_well()
         self.settle()
 
     def _chunk(self, number: int) -> ChunkRequest:
@@ -284,7 +285,7 @@ class OurEngine(TimedEngine):
         )
 
     def _take(self, result) -> None:
-        """Raises the error of a failed chunk, which ends the benchmark: its engine has no work left.
+        """Raises the error of a failed chunk, which stops the engine's loop: the next turn ends the benchmark.
 
         With recorded kernels errors are ignored. After a replay each chunk fails, because its records are all of one
         position.
@@ -296,7 +297,15 @@ class OurEngine(TimedEngine):
         return list(self._stepper._running.values())
 
     def turn(self) -> None:
-        self._loop.turn(0.0)
+        if self.kernels is None:
+            self._turn_well()
+        else:
+            self._loop.turn(0.0)
+
+    def _turn_well(self) -> None:
+        """Runs a turn. Raises Failed if the engine has stopped, as it has no work left then."""
+        if not self._loop.turn(0.0):
+            raise Failed(f"an engine has stopped: {self._loop.problem}")
 
     def made(self) -> int:
         return self._stepper._pace.counts["tokens"]
@@ -311,4 +320,4 @@ class OurEngine(TimedEngine):
             self._loop.abort(name)
         self.names.clear()
         while self._stepper.busy:
-            self._loop.turn(0.0)
+            self.turn()
