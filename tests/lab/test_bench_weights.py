@@ -1,6 +1,9 @@
-"""What `bench weights` makes of its probes: updates that change nothing, and a replica that never comes."""
+"""What `bench weights` and `bench ranks` make of updates that change nothing or are refused, of a replica that never
+comes, and of a load that ends.
+"""
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -9,6 +12,8 @@ import pytest
 
 from tailrace.app.errors import Failed
 from tailrace.lab.benchmarks.live import weights
+from tailrace.lab.benchmarks.live.decoding_load import DecodingLoad
+from tailrace.lab.benchmarks.live.ranks import RanksBench
 
 
 class UpdatesByHand:
@@ -54,3 +59,46 @@ def test_a_replica_that_never_joins_is_not_waited_for(monkeypatch):
 
     with pytest.raises(Failed, match="no replica has joined"):
         asyncio.run(late())
+
+
+class Refusing:
+    """A client whose service refuses every batch."""
+
+    async def rollout(self, _batch):
+        raise ValueError("refused")
+        yield
+
+
+class Rolling:
+    """A client whose batches never end."""
+
+    async def rollout(self, _batch):
+        await asyncio.sleep(3600)
+        yield
+
+
+def test_a_load_that_ends_is_the_error_of_what_runs_beside_it():
+    async def beside(client, work):
+        async with asyncio.timeout(20):
+            return await DecodingLoad(client, 2).beside(work)
+
+    async def done() -> dict:
+        return {"well": 1}
+
+    assert asyncio.run(beside(Rolling(), done())) == {"well": 1}
+    with pytest.raises(ValueError, match="refused"):
+        asyncio.run(beside(Refusing(), asyncio.sleep(3600)))
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_version_that_is_refused_says_why(refused):
+    row = {"update_s": 1.0} | ({"refused": "it holds NaN"} if refused else {"paused_s": [0.1], "blocked_s": 0.5})
+    ranks = nullcontext()
+    ranks.publish = lambda: [dict(row)]
+    bench = RanksBench(layouts=(), repeats=1, samples=2, link_mbit=None, link_ms=0.0, say=lambda _: None)
+    work = bench._updates(AsyncMock(), ranks, (1,), SimpleNamespace(carried=7))
+    if not refused:
+        assert asyncio.run(work) == [[row | {"carried": 0}]]
+        return
+    with pytest.raises(Failed, match="version 1 was refused: it holds NaN"):
+        asyncio.run(work)

@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Coroutine
 from random import Random
+from typing import Any
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import Failed
@@ -28,6 +30,19 @@ class DecodingLoad:
     async def run(self) -> None:
         """Keeps LOADS batches in flight until it is cancelled."""
         await asyncio.gather(*(self._batches() for _ in range(LOADS)))
+
+    async def beside(self, work: Coroutine[Any, Any, dict]) -> dict:
+        """Runs the load and `work`. Returns what `work` returns. Raises the load's error at once, as `work` would wait
+        for replicas that are never busy.
+        """
+        working, loading = asyncio.create_task(work), asyncio.create_task(self.run())
+        try:
+            ended, _ = await asyncio.wait({working, loading}, return_when=asyncio.FIRST_COMPLETED)
+            return ended.pop().result()  # the load ends only by an error
+        finally:
+            for task in (working, loading):
+                task.cancel()
+            await asyncio.gather(working, loading, return_exceptions=True)
 
     async def busy(self, version: int, replicas: int = 2) -> None:
         """Returns once at least `replicas` replicas run samples under a version. Raises Failed after BUSY_S seconds."""

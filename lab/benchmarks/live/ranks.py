@@ -65,8 +65,8 @@ class RanksBench:
 
         cluster = ray.get_runtime_context().gcs_address
         load = DecodingLoad(client, self.samples)
-        loading = asyncio.create_task(load.run())
-        try:
+
+        async def measured() -> dict:
             found = {}
             for layout in self.layouts:
                 first = (await client.status()).weights_version + 1
@@ -76,20 +76,23 @@ class RanksBench:
                 found[layout] = _medians(rows[1:]) | {"ranks": LAYOUTS[layout], "bytes": _bytes_of(model)}
                 self.say(f"{layout}: {found[layout]}")
             return found
-        finally:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+
+        return await load.beside(measured())
 
     async def _updates(
         self, load: DecodingLoad, ranks: "RankProcesses", versions: tuple[int, ...], link: SlowLink
     ) -> list[list[dict]]:
-        """Publishes all versions. Returns the rows of all ranks, a list for each version."""
+        """Publishes all versions. Returns the rows of all ranks, a list for each version. Raises Failed if the service
+        refuses a version.
+        """
         with ranks:
             rows = []
             for version in versions:
                 await load.busy(version - 1, replicas=1)  # one replica may run all samples
                 before = link.carried
                 rows.append(await asyncio.to_thread(ranks.publish))
+                if refused := next((row["refused"] for row in rows[-1] if "refused" in row), None):
+                    raise Failed(f"version {version} was refused: {refused}")
                 rows[-1][0]["carried"] = link.carried - before
                 self.say(f"version {version}: {rows[-1]}")
             return rows

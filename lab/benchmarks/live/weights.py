@@ -88,19 +88,8 @@ def measure(file: ServeFile, repeats: int, samples: int, say: Callable[[str], No
     with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as scratch:
         folders = [model, perturbed(model, Path(scratch) / "other", scale=0.02)]
         with service(file, None) as client:
-            return asyncio.run(_run(Updates(client, folders, Path(scratch) / "sent", samples), repeats, say))
-
-
-async def _run(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
-    loading = asyncio.create_task(updates.load.run())
-    measuring = asyncio.create_task(_measured(updates, repeats, say))
-    try:
-        ended, _ = await asyncio.wait({measuring, loading}, return_when=asyncio.FIRST_COMPLETED)
-        return ended.pop().result()  # the load ends only by an error
-    finally:
-        for task in (measuring, loading):
-            task.cancel()
-        await asyncio.gather(measuring, loading, return_exceptions=True)
+            updates = Updates(client, folders, Path(scratch) / "sent", samples)
+            return asyncio.run(updates.load.beside(_measured(updates, repeats, say)))
 
 
 async def _measured(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
