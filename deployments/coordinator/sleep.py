@@ -45,7 +45,7 @@ class Sleep:
 
     async def begin(self, mode: str) -> Rejected | None:
         """Puts the service to sleep. Returns once every replica has given its memory back; or Rejected if one cannot,
-        with all replicas awake and resumed.
+        with all replicas awake and resumed, or if another call has woken the service meanwhile.
         """
         await self._loop.looked.wait()
         await self._admission.pause(mode)
@@ -56,7 +56,7 @@ class Sleep:
         while self.problem is None and self.tags == TAGS and self._awake():
             await self._loop.look()
         if self.problem is None:
-            return None
+            return None if self.tags == TAGS else Rejected(reason="the service was woken before it slept")
         refused, self.problem = Rejected(reason=f"the service does not sleep: {self.problem}"), None
         return await self.end(TAGS) or refused
 

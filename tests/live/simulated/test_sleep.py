@@ -218,6 +218,20 @@ def test_a_service_whose_weights_could_not_come_back_stays_awake(play):
     play(story)
 
 
+def test_of_two_sleeps_at_once_that_fail_neither_says_that_the_service_sleeps(play):
+    async def story(cluster, client):
+        cluster.disk.folders["one"] = "one"
+        await client.update_weights(1, "one")
+        cluster.disk.folders["one"] = "another"
+        refused = await asyncio.gather(client.sleep(), client.sleep(), return_exceptions=True)
+        assert sorted(str(one).partition(":")[0] for one in refused) == [
+            "the service does not sleep", "the service was woken before it slept",
+        ]  # fmt: skip
+        assert asleep(cluster) == {()} and not (await client.status()).paused
+
+    play(story)
+
+
 def test_weights_that_vanish_during_a_sleep_leave_it_asleep_until_others_come(play, monkeypatch):
     monkeypatch.setattr("tailrace.deployments.coordinator.weights.LOAD_S", 20.0)
 
