@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from math import ceil
 from pathlib import Path
 
 from tailrace.app.calls.client import RolloutClient
@@ -129,13 +130,16 @@ def _is_loopback(address: str) -> bool:
     return address.rpartition(":")[0] in ("127.0.0.1", "localhost")
 
 
-def _needed_cpus(application: Application) -> float:
-    """Returns the CPU cores of all replicas; draft models that come and go take what engines leave."""
-    replicas = {"Engine": application.args.replicas.max}
+def needed_cpus(application: Application) -> int:
+    """Returns the whole CPU cores that hold all replicas, at least one: Serve would wait for ever for room. Draft
+    models that come and go take what engines leave. Serve gives a replica a core if `num_cpus` is left out.
+    """
+    replicas = {"Coordinator": 1, "Engine": application.args.replicas.max}
     if application.args.drafter is not None:
         replicas["Drafter"] = application.args.drafter.replicas.min
     options = all_options(application)
-    return sum(count * options[name]["ray_actor_options"].get("num_cpus", 0) for name, count in replicas.items())
+    cpus = {name: options[name]["ray_actor_options"].get("num_cpus") for name in replicas}
+    return max(1, ceil(sum(count * (1 if cpus[name] is None else cpus[name]) for name, count in replicas.items())))
 
 
 @contextmanager
@@ -148,7 +152,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
     ray_constants.ENABLE_RAY_CLUSTER = False  # where Ray was imported before, it has read the variable already
     ray.init(
         address="local",
-        num_cpus=max(1, int(_needed_cpus(file.application))),
+        num_cpus=needed_cpus(file.application),
         include_dashboard=False,
         log_to_driver=False,
         logging_level="WARNING",

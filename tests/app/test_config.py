@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tailrace.app.cluster import declared
+from tailrace.app.cluster import declared, needed_cpus
 from tailrace.app.config import FileArgs, ServeFile, load_config, with_engine
 from tailrace.app.deployment_options import all_options, options_of
 from tailrace.app.errors import BadInput
@@ -343,3 +343,19 @@ def test_every_key_of_an_older_version_has_its_line(tmp_path, key):
     with pytest.raises(BadInput) as caught:
         load_config(written(tmp_path, with_old_key(key)))
     assert ": no longer a key; " in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "cpus"),
+    [
+        ({}, 2),
+        ({"Engine": {"num_cpus": 0.75}}, 2),  # 1.5 cores
+        ({"Engine": {"num_cpus": 0}}, 1),
+        ({"Engine": {"memory": 1e9}}, 2),  # Serve's own default is a core
+        ({"Coordinator": {"num_cpus": 1}}, 3),
+    ],
+)
+def test_a_local_cluster_has_room_for_every_replica(tmp_path, given, cpus):
+    deployments = [{"name": name, "ray_actor_options": options} for name, options in given.items()]
+    application = load_config(written(tmp_path, changed((*APP, "deployments"), deployments))).application
+    assert application.args.replicas.max == 2 and needed_cpus(application) == cpus
