@@ -14,6 +14,7 @@ from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.batches.records import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.context.history import PastLength
+from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.logged_tokens import LoggedTokens
@@ -139,7 +140,7 @@ class LiveBatch:
             group = self.groups.get(group_id)
             if group is None or segment.start != group.samples[tokens.index].tokens:
                 continue  # the driver has the group, or a record before this one was refused
-            fits = segment.end <= self._max_tokens[group_id]
+            fits = segment.end <= self._max_tokens[group_id] and segment.adapter_digest == digest_of(group.adapter)
             if fits and may_be(segment.weights_version, segment.weights_digest):
                 part = tokens.part()
                 made_by = segment.replica_id, segment.weights_digest, segment.adapter_digest

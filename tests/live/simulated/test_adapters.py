@@ -289,3 +289,23 @@ def test_an_adapter_streams_and_another_name_is_a_404_before_the_first_event(tmp
             )
 
     play_gateway(story, tmp_path, **LONG)
+
+
+def test_no_sample_goes_on_with_another_adapter_from_the_token_log(tmp_path):
+    async def story(cluster, client):
+        await client.load_adapter("poet", put(cluster, "poet-1"))
+        cluster.disk.folders["one"] = "one"
+
+        async def rolled() -> list:
+            return [group async for group in client.rollout(batch("poet", max_tokens=300))]
+
+        work = await under_way(cluster, rolled())
+        await client.update_weights(1, "one")
+        await client.load_adapter("poet", put(cluster, "poet-2"))
+        cluster.kill_coordinator()
+        (group,) = await work
+        for sample in group.samples:
+            assert {part.adapter_digest for part in sample.segments} == {digest_of("poet-2")}
+        assert cluster.coordinator.rollouts.token_log.problems["token_log.other_weights"] == 1
+
+    play(story, tmp_path, **LONG)
