@@ -326,7 +326,7 @@ class Rollouts:
                     self.core.observe(failed)
                     self.trails.observe(failed)
                 continue
-            self.trails.observe(event)
+            self.trails.observe(event, counts)
             if made is not None and counts:  # else another chunk makes the same tokens
                 self._write(made)
 

@@ -108,14 +108,14 @@ class Logs:
 
     def _sample_log(self, sample_id: str, sample: Sample | None, trail: Trail) -> SampleLog:
         unended = sample is not None and sample.state is not ENDED
-        counted = [one for one in trail.chunks if one.copy_of is None]
+        counted = [one for one in trail.chunks if one.counts]
         return SampleLog(
             sample_id=sample_id,
             state=sample.state.value if sample is not None else ENDED.value,
             end=trail.end,
             why=why_of(self._core(), sample, trail) if unended else trail.reason,
             error=trail.error,
-            tokens=tokens_of(sample) if unended else max((one.start + one.new_tokens for one in counted), default=0),
+            tokens=tokens_of(sample) if sample else max((one.start + one.new_tokens for one in counted), default=0),
             expected_tokens=sample.expected_tokens if unended else None,
             max_tokens=sample.max_tokens if unended else None,
             moves=trail.moves,

@@ -23,17 +23,17 @@ KEPT_FAULTS = 100
 
 class TrailChunk:
     """One chunk. Times are the coordinator's; `ended_s`: None while it runs. `end`: stop, length, aborted, failed or
-    lost; `asked`: why it was asked to stop."""
+    lost; `asked`: why it was asked to stop. `counts`: False if another one of its race gave the sample its tokens."""
 
-    __slots__ = ("asked", "began_s", "chunk_id", "copy_of", "end", "ended_s", "error", "method", "new_tokens", "reason",
-                 "replica_id", "start")  # fmt: skip
+    __slots__ = ("asked", "began_s", "chunk_id", "copy_of", "counts", "end", "ended_s", "error", "method", "new_tokens",
+                 "reason", "replica_id", "start")  # fmt: skip
 
     def __init__(self, began_s: float, action: ac.StartChunk):
         self.began_s, self.chunk_id, self.replica_id = began_s, action.chunk_id, action.replica_id
         self.start, self.reason, self.copy_of, self.method = action.start, action.reason, action.copy_of, action.method
         self.ended_s: float | None = None
         self.end = self.error = self.asked = ""
-        self.new_tokens = 0
+        self.new_tokens, self.counts = 0, True
 
 
 class Trail:
@@ -114,8 +114,12 @@ class Trails:
 
     # ---- events and actions -----------------------------------------------------------------------
 
-    def observe(self, event: ev.Event) -> None:
-        """Records an event that the core has taken. Kinds that do not concern a chunk are ignored."""
+    def observe(self, event: ev.Event, counts: bool = True) -> None:
+        """Records an event that the core has taken. Kinds that do not concern a chunk are ignored. `counts`: False for
+        the end of a chunk whose tokens do not count for its sample.
+        """
+        if not counts and (chunk := self._running.get(event.chunk_id)) is not None:
+            chunk.counts = False
         if (noted := _EVENTS.get(type(event))) is not None:
             noted(self, event)
 

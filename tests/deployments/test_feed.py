@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -167,6 +168,17 @@ def test_a_sample_is_found_by_its_driver_s_name_for_it(name, sample_id):
     trails.act(ac.EndSample(sample_id, ac.SampleEnd.STOP, None, "done"))
     assert logs_of(trails).sample(name).sample_id == sample_id
     assert logs_of(trails).sample(name[:-1] + "1") is None
+
+
+@pytest.mark.parametrize(("copy_wins", "tokens"), [(True, 20), (False, 14)])
+def test_the_log_of_a_sample_has_the_tokens_of_the_chunk_that_has_won_its_race(copy_wins, tokens):
+    trails = Trails(Clock())
+    trails.act(start(1))
+    trails.act(replace(start(2), start=10, copy_of="b~1/p#0:1"))
+    trails.observe(ev.ChunkFinished(1.0, "b~1/p#0:2", 10, ev.ChunkEnd.ABORTED, 0), counts=copy_wins)
+    trails.observe(ev.ChunkFinished(1.5, "b~1/p#0:1", 4, ev.ChunkEnd.ABORTED, 0), counts=not copy_wins)
+    trails.act(ac.EndSample("b~1/p#0", ac.SampleEnd.CANCELLED, None, "cancelled"))
+    assert logs_of(trails).sample("b~1/p#0").tokens == tokens
 
 
 def test_a_survey_of_many_samples_takes_several_looks_and_finds_the_longest():
