@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
+from threading import Lock
 from typing import NamedTuple, Protocol
 from uuid import uuid4
 
@@ -66,6 +67,7 @@ class RolloutSession:
         self.settings = settings
         self._calls = calls
         self._counts: Counter[str] = Counter()  # requests by group
+        self._numbering = Lock()  # blocking twins number their requests on several threads
         self._tasks: dict[asyncio.Task, None] = {}  # an ordered set
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
         self._unread = 0  # submitted samples that `samples` has not yielded
@@ -198,16 +200,17 @@ class RolloutSession:
             adapter=adapter,
             **prompt,
         )
-        request = SampleRequest(
-            group=asked,
-            index=self._counts[name] if index is None else index,
-            of=of,
-            deadline_s=deadline_s,
-            chunk_tokens=chunk_tokens,
-            turn=turn,
-            hold_s=hold_s,
-        )
-        self._counts[name] += 1
+        with self._numbering:
+            request = SampleRequest(
+                group=asked,
+                index=self._counts[name] if index is None else index,
+                of=of,
+                deadline_s=deadline_s,
+                chunk_tokens=chunk_tokens,
+                turn=turn,
+                hold_s=hold_s,
+            )
+            self._counts[name] += 1
         return request
 
 

@@ -5,6 +5,7 @@ import inspect
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from tailrace.app import cluster
 from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.session import RolloutSession
 from tailrace.app.errors import StillDeploying, Unreachable
+from tailrace.deployments.messages.rollout import BatchSettings
 
 
 class Scripted:
@@ -125,6 +128,24 @@ def test_an_iterator_that_ended_or_was_closed_leaves_no_loop_and_no_thread_behin
         list(Scripted().count_blocking(3))
     assert [loop.is_closed() for loop in loops] == [True] * 3
     assert not [thread for thread in threading.enumerate() if thread.name == "stream"]
+
+
+def test_requests_of_several_threads_are_different_samples():
+    asked = []
+
+    class Calls:
+        async def generate(self, settings, request):
+            asked.append(request.index)
+
+    session = RolloutSession(Calls(), BatchSettings(batch_id="s"), lambda beat: None)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: session.generate_blocking(range(5_000)), range(100)))
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert sorted(asked) == list(range(100))
 
 
 def test_a_driver_catches_the_built_in_errors():
