@@ -71,8 +71,7 @@ class LiveBatches:
         prepared = [self._adapters.bound(one, message.min_adapter_versions) for one in prepared]
         if (refused := next((one for one in prepared if isinstance(one, Rejected)), None)) is not None:
             return refused
-        keys = [one.prompt_key for one in prepared]
-        past = await self._context.lengths(keys) if self._context is not None else {}
+        past = await self._context.lengths([one.prompt_key for one in prepared]) if self._context is not None else {}
         batch = LiveBatch(
             message=message,
             core_id=self.new_core_id(message.batch_id),
@@ -129,18 +128,19 @@ class LiveBatches:
         return [batch.core_id for batch in self._batches.values() if batch.delivery is delivery]
 
     def end(self, action: EndSample, version: int) -> int:
-        """Ends a sample. Returns the versions by which its tokens are older than `version`, summed over tokens."""
+        """Ends a sample. Returns the versions by which its turn's tokens are older than `version`, summed over them."""
         batch = self._home.pop(action.sample_id)
         sample = batch.end(action, self._now())
         batch.answer(action.sample_id, self._prompts)
         if self._context is not None and action.end in (SampleEnd.STOP, SampleEnd.LENGTH):
             self._context.finish(sample.group.ref, batch.message.step, [sample.answer()])
-        return sample.updates(version)
+        return sample.count_updates(version)
 
-    def end_turn(self, action: EndTurn) -> None:
+    def end_turn(self, action: EndTurn, version: int) -> int:
         batch = self._home[action.sample_id]
         batch.end_turn(action, self._now())
         batch.answer(action.sample_id, self._prompts)
+        return batch.samples[action.sample_id].count_updates(version)
 
     def emit(self, action: EmitGroup) -> LiveBatch | None:
         """Delivers a group. Returns its batch if that was the last group."""

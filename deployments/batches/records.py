@@ -62,6 +62,7 @@ class SampleRecord:
     end: SampleEnd | None = None
     error: str | None = None
     grown: Callable[[], None] | None = None  # called when tokens are added
+    is_counted: bool = False  # whether `count_updates` was called
     columns: dict[str, Column] = field(default_factory=dict)  # columns of all parts, once it has ended; see `join`
 
     @property
@@ -139,6 +140,11 @@ class SampleRecord:
     def updates(self, version: int) -> int:
         """Returns by how many versions its tokens are older than `version`, summed over tokens."""
         return sum((version - one.weights_version) * (one.end - one.start) for one in self.segments)
+
+    def count_updates(self, version: int) -> int:
+        """Returns `updates` at the end of the present turn, 0 if it has been asked before: its sample was held."""
+        was_counted, self.is_counted = self.is_counted, True
+        return 0 if was_counted else self.updates(version)
 
     def join(self) -> None:
         """Concatenates the columns of all parts, once the sample has ended: a few tenths of a millisecond for 32,000

@@ -349,7 +349,7 @@ class Rollouts:
                 case ac.SetReplicas():
                     self.replica_target.want(action)
                 case ac.EndTurn():
-                    self.batches.end_turn(action)
+                    self.totals.updates += self.batches.end_turn(action, self.core.replicas.weights_version)
                 case ac.EndSample():
                     self.totals.updates += self.batches.end(action, self.core.replicas.weights_version)
                     self.totals.sample_ended(action.end)

@@ -5,6 +5,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from virtual_cluster import under_way
 
 from simulated.test_sessions import PROMPT, play  # noqa: F401 - a fixture
 from tailrace.app.calls.session import RolloutSession
@@ -258,3 +259,22 @@ def test_the_end_of_a_held_sample_does_not_cut_a_turn_that_comes_at_the_same_ins
         await session.close()
 
     play(story, contexts=False)
+
+
+def test_updates_between_a_turn_s_tokens_and_its_end_are_counted_for_every_turn(play):  # noqa: F811
+    async def story(cluster, client):
+        cluster.disk.folders |= {"one": "one", "two": "two"}
+        async with client.open(seed=1) as session:
+            asked = {"group": "g", "index": 0, "max_tokens": 200}
+            first = await under_way(cluster, session.generate(PROMPT, hold_s=30.0, **asked))
+            await client.update_weights(1, "one")
+            answer = await first
+            older = sum(one.end - one.start for one in answer.sample.segments if one.weights_version == 0)
+            assert older > 0 and cluster.coordinator.rollouts.totals.updates == older
+            await client.update_weights(2, "two")  # between two turns
+            context = (*answer.prompt_token_ids, *answer.sample.token_ids, *TOOL)
+            await session.generate(context, turn=1, hold_s=5.0, **asked)
+            await asyncio.sleep(10.0)
+        assert cluster.coordinator.rollouts.totals.updates == older
+
+    play(story, policies=STAYS, mean_tokens=10_000)
