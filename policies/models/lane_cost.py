@@ -29,6 +29,11 @@ TOKENS = tuple(float(1 << power) for power in range(14))
 COMPARED = 8
 """Number of them, the smallest, at which replicas are compared."""
 
+OWN_SHARE = 0.1
+"""Share of a measured step that is its own at least, without its context: the seconds of a token of context are
+measured with noise, and a step that stalled can make them more than the whole step.
+"""
+
 PER_DOUBLING, LEAST_POWER, MOST_POWER = 4, -4, 13
 """Points of the table by chunks for each doubling of them, from 1 / 16 to 8,192 chunks on average."""
 
@@ -56,7 +61,8 @@ class LaneCost:
         drafts = np.arange(1 + min(max_drafts, MOST_DRAFTS))
         made = np.cumsum(chance**drafts)
         tokens = np.maximum(chunks[:, None] * (1 + drafts), 1.0)
-        steps = _steps(chosen, tokens).mean(axis=0) + (chunk_s * chunks)[:, None]
+        steps = _steps(chosen, tokens).mean(axis=0)
+        steps = np.maximum.accumulate(np.maximum(steps + (chunk_s * chunks)[:, None], OWN_SHARE * steps), axis=0)
         best = np.argmin((steps + (self._context_s * context_tokens * chunks)[:, None]) / made, axis=1)
         self._step_s = (steps[np.arange(len(chunks)), best] / made[best]).tolist()
         self._share = (1.0 / made[best]).tolist()

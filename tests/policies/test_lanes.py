@@ -1,5 +1,6 @@
 """Lanes: the closed form, the cut and its contract, what the core does with a plan, and the laws over plays."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -82,6 +83,20 @@ def test_drafts_shorten_a_lane_of_few_samples_more():
     few, many = ((100.0 * n, 100.0 * n * 150, n) for n in (1, 512))
     gains = [plain.seconds(100.0, *sizes) / drafting.seconds(100.0, *sizes) for sizes in (few, many)]
     assert gains[0] > 3.0 and gains[0] > gains[1] >= 1.0
+
+
+@pytest.mark.parametrize("context_token_s", [3e-5, 1e-3])
+def test_context_that_seems_dearer_than_whole_steps_ends_no_batch(context_token_s):
+    """A few steps that stall by chance while contexts are long measure that; the next batch begins with short ones."""
+    stalled = replace(STEPS, context_token_s=context_token_s, context_tokens=16_000.0)
+    cost = LaneCost(replicas(stalled), 0.0, 0, 0.0, 100.0)
+    seconds = [cost.seconds(100.0, 100.0 * count, 0.0, count) for count in (1, 8, 64, 512)]
+    assert seconds[0] > 0.0 and seconds == sorted(seconds)
+    core = core_of({"type": "auto", "min_gain": 0.0})
+    for name in ("a", "b"):
+        core.observe(ev.ReplicaMeasured(0.0, name, stalled))
+    core.observe(ev.SamplesSubmitted(0.0, "s", groups()))
+    assert len(started(core.decide(ev.Tick(0.0)))) == 32
 
 
 # ---- the cut -----------------------------------------------------------------------------------------
