@@ -162,13 +162,16 @@ class GroupIndex:
             sample[NOTED] = sample[KNOWN]
 
     def extend_all(self, samples: list[int], starts: list[int], tokens: list[list[int]]) -> None:
-        """Calls `extend` for each sample; in one call of a kernel if all of them add a few tokens after their last."""
+        """Calls `extend` for each sample, with its own tokens; in one call of a kernel if all of them add a few tokens
+        after their last.
+        """
         rows, sizes = self._samples.rows(samples), np.array([len(some) for some in tokens], np.int64)
         table = self._samples.table
         now = table[rows]
         plain = (now[:, KNOWN] == starts) & (now[:, RUN] >= 0) & (now[:, TRACKED] >= 0) & (sizes <= REACH // 2)
         if len(set(samples)) < len(samples) or not plain.all():
             for piece in zip(samples, starts, tokens, strict=True):
+                self._part(*piece)
                 self.extend(*piece)
             return
         text = np.array([token for some in tokens for token in some], np.int32)
@@ -180,6 +183,18 @@ class GroupIndex:
             table[rows[taught], LESSON] = -1
         table[rows, LAST] = self._arena.append_all(now[:, LAST], now[:, RUN], now[:, KNOWN], ends, text)
         table[rows, KNOWN] += sizes
+
+    def _part(self, sample_index: int, start: int, tokens: list[int]) -> None:
+        """Parts a sample from its known tokens from `start` on, unless `tokens`, its own, are among them: they are of
+        an earlier run under the same names, or of a lost chunk whose tokens were drawn anew. Drafts would follow them.
+        """
+        known = self.ahead(sample_index, start, len(tokens))
+        if known.tolist() == tokens[: len(known)]:
+            return
+        sample = self._samples.table[self._samples.row(sample_index)]
+        sample[LAST] = self._arena.before(int(sample[LAST]), int(sample[KNOWN]) - start)
+        sample[[KNOWN, RUN, FOLLOWED, LESSON]] = start, -1, 0, -1
+        sample[NOTED] = min(sample[NOTED], start)
 
     def interrupt(self, sample_index: int) -> None:
         """Interrupts a sample: the next tokens are not its own, so its last draft teaches nothing."""

@@ -5,7 +5,7 @@ Used by group_index.py: one TokenIndex for a live group, one for its history.
 
 import numpy as np
 
-from tailrace.deployments.draft_index.match_kernels import BLOCK, BLOCK_BITS, ORDERS, append, relink
+from tailrace.deployments.draft_index.match_kernels import BEFORE, BLOCK, BLOCK_BITS, ORDERS, append, relink
 
 
 class TokenIndex:
@@ -63,6 +63,15 @@ class TokenIndex:
         places = np.array(last)
         append(*self.arrays[:4], self._used, places, fresh, np.array(runs), np.array(positions), ends, tokens)
         return places
+
+    def before(self, place: int, tokens: int) -> int:
+        """Returns the place that is this many tokens before another one; -1 before the first known token."""
+        while tokens and place >= 0:
+            inside = place & (BLOCK - 1)
+            if tokens <= inside:
+                return place - tokens
+            place, tokens = int(self._blocks[place >> BLOCK_BITS, BEFORE]), tokens - inside - 1
+        return place
 
     def _allocate(self, blocks: int) -> None:
         self._text = np.full(blocks << BLOCK_BITS, -1, np.int32)

@@ -223,6 +223,23 @@ def test_what_a_lost_chunk_had_made_is_drafted_for_the_one_that_follows_it(draft
     assert verified == ANSWER[11:19]
 
 
+@pytest.mark.parametrize("answer", [ANSWER[::-1], ANSWER[:7] + ANSWER[:6:-1]])
+def test_what_an_earlier_run_under_the_same_names_had_made_is_left_where_it_differs(drafts, answer, monkeypatch):
+    """A driver that runs again under other weights: the index of its group may still be here."""
+    engine = Engine(drafts, Goodput())
+    engine.start(0, 0, 60)
+    while engine.requests:
+        engine.step()
+    monkeypatch.setitem(globals(), "ANSWER", answer)
+    mate = engine.start(1, 0, 60)
+    while engine.requests:
+        engine.step()
+    again = engine.start(0, 0, 60)
+    verified = [engine.step()[again] for _ in range(20) if again in engine.requests]
+    assert mate not in engine.requests and len(verified) < 18, "the mate has written the same"
+    assert drafts._groups.open(GroupRef("b/p", "key"), 0, PROMPT).index.ahead(0, 0, 60).tolist() == answer
+
+
 def test_what_a_lost_chunk_had_made_is_drafted(drafts):
     engine = Engine(drafts, Goodput())
     chunk_id = engine.start(0, 0, 60)
