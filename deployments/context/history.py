@@ -10,6 +10,7 @@ and the command line use it.
 import sqlite3
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -193,7 +194,8 @@ class History:
         with self._base:
             gone = self._base.execute("DELETE FROM answers" + where, arguments).rowcount
             self._base.execute(DROP_PROMPTS)
-        self._base.execute("VACUUM")
+        with suppress(sqlite3.OperationalError):  # the disk has no room for its copy: later answers take the free pages
+            self._base.execute("VACUUM")
         self.nbytes = self._bytes()
         return gone
 

@@ -120,6 +120,34 @@ def test_a_prompt_that_is_asked_for_ever_in_one_epoch_keeps_its_newest_answers()
     assert history.nbytes == history.totals().packed_bytes
 
 
+class FullDisk:
+    """The connection to a file on a disk that is full."""
+
+    def __init__(self, base: sqlite3.Connection):
+        self._base = base
+
+    def __enter__(self):
+        return self._base.__enter__()
+
+    def __exit__(self, *error):
+        return self._base.__exit__(*error)
+
+    def execute(self, what: str, *arguments):
+        if what == "VACUUM":
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._base.execute(what, *arguments)
+
+
+def test_answers_are_forgotten_and_counted_on_a_full_disk(tmp_path):
+    """Room for a second copy of the file is what is missing then."""
+    history = opened(tmp_path / "history.sqlite")
+    for key in ("k", "other"):
+        history.record(key, "b/p", 3, [answer(0), answer(1)])
+    history._base = FullDisk(history._base)
+    assert history.forget("k") == 2 and history.lengths("k") == [] and len(history.lengths("other")) == 2
+    assert history.nbytes == history.totals().packed_bytes and history.forget() == 2 and history.nbytes == 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 60)), max_size=60))
 @settings(max_examples=40)
 def test_bytes_stay_within_their_bound_and_the_oldest_epochs_go_first(steps):
