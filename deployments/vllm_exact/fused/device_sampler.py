@@ -202,10 +202,10 @@ class DeviceRejectionSampler(ExactRejectionSampler):
             close = values[:, 2][at] < to_device(bars, logits.device)[:, None]
 
         def note(tokens, values, places, drafts):
-            # A row inside a prompt is discarded by vLLM; the token that is drawn at its end replaces its record.
-            first = np.maximum(places[rows[:, 0]], sampler.opened_at(batch))
-            tokens = np.where(sampler.still_open(batch)[owner], tokens, NOTHING)
-            sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {})
+            # A row inside a prompt is discarded by vLLM; its token has no place among the request's.
+            kept = sampler.still_open(batch)[owner] & (places >= sampler.opened_at(batch)[owner])
+            tokens = np.where(kept, tokens, NOTHING)
+            sampler.note_drafts(batch, places[rows[:, 0]], counts, rows, drafts, tokens, values.T, {})
 
         sampler.leave(Unrecorded(HostCopy(tokens, values, places, drafts), note))
         return device_output(emitted(tokens[at], drafts, close))

@@ -94,8 +94,21 @@ def test_a_row_inside_its_prompt_in_a_step_with_drafts(device_sampler):
     sampler = device_sampler.DeviceSampler(runner_of(chunks()[:3], drafts, inside=(0,)))
     emitted = sampler.verifier()(metadata_of(drafts), None, LOGITS[:5], None).sampled_token_ids
     assert emitted.shape == (3, 3)
-    for i, count in ((0, 1), (1, int((emitted[1] >= 0).sum())), (2, 1)):
+    for i, count in ((1, int((emitted[1] >= 0).sum())), (2, 1)):
         assert np.isfinite(record_of(sampler, i, count).logprobs).all()
+    assert np.isnan(record_of(sampler, 0, 1).logprobs[0])
+
+
+def test_a_context_that_is_computed_again_in_parts_keeps_the_record_of_its_first_token(device_sampler):
+    """Beside another's drafts, after a preemption: a row of it replaced the logprobs of that token."""
+    drafts, held = [[], [3, 5]], chunks()[:2]
+    runner = runner_of(held, drafts)
+    sampler, alone = (device_sampler.DeviceSampler(one) for one in (runner, runner_of(held, drafts)))
+    for each in (sampler, alone):
+        each.verifier()(metadata_of(drafts), None, LOGITS[:4].clone(), None)
+    runner.positions = runner_of(held, drafts, inside=(0,)).positions
+    sampler.verifier()(metadata_of(drafts), None, LOGITS[4:8].clone(), None)
+    same(record_of(alone, 0, 1), record_of(sampler, 0, 1))
 
 
 def test_a_step_does_not_read_what_it_has_drawn(device_sampler):
