@@ -84,7 +84,6 @@ class PoolWorker(MooncakeStoreWorker):
         self._client = MooncakeStoreConfig.load_from_config()
         self._loads: dict[str, Load] = {}
         self._broken: set[int] = set()  # blocks of loads that failed and have not returned
-        self._invalid: set[int] = set()  # blocks to be computed again, to be reported in this step
         self._report = self._sent = PoolWorkerMetadata()
         self._step, self._due = 0, []  # of the metadata last begun: its number, and saves that await its pass
         self._ended: set[str] = set()  # loads in the report last sent
@@ -197,17 +196,15 @@ class PoolWorker(MooncakeStoreWorker):
             self._report.returned_loads[req_id] += 1
             if not load.late:  # else its request was reported failed, and has other blocks by now
                 ended.add(req_id)
-                broken = load.block_ids & self._broken
-                # vLLM makes no further part of a load after one that fails, and ranks but the first load in another
-                # order than the blocks': blocks before the broken ones may not have come.
-                self._invalid |= load.block_ids if broken and self.tp_rank else broken
-                self._count_load(req_id, load, "failed" if broken or req_id in failed else None)
+                if load.block_ids & self._broken:
+                    failed.add(req_id)
+                self._count_load(req_id, load, "failed" if req_id in failed else None)
             self._broken -= load.block_ids
         for req_id, load in self._loads.items():
             if not load.late and now_s - load.started_s > self._load_deadline_s:
                 load.late = True
                 ended.add(req_id)
-                failed.add(req_id)  # not as invalid blocks, which vLLM computes in place while they are still written
+                failed.add(req_id)
                 self._count_load(req_id, load, "late")
         ended |= self._unheard
         self._ended, self._unheard = set(ended), set()
@@ -218,8 +215,11 @@ class PoolWorker(MooncakeStoreWorker):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
-        return set() if self._is_hma_required else invalid  # with several groups, block ids are not unique
+        """Returns no blocks: `get_transfer_results` says which requests failed. vLLM computes invalid blocks in place,
+        which a late load still writes; it looks for them in a queue that is empty during a redraw; and of a load in
+        parts those after the first that fails are not made, on some ranks those of earlier blocks.
+        """
+        return set()
 
     def build_connector_worker_meta(self) -> PoolWorkerMetadata:
         self._report.counts += self._counts.take()

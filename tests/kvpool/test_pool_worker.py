@@ -47,11 +47,11 @@ worker = loaded_with("tailrace.kvpool.worker", STAND_INS)
 
 
 class Rank(worker.PoolWorker):
-    """A worker with loads, by hand, and a deadline of two seconds. `groups`: whether the model has several of them."""
+    """A worker with loads, by hand, and a deadline of two seconds."""
 
-    def __init__(self, loads: dict, groups: bool = False, tp_rank: int = 0):
-        self._loads, self._load_deadline_s, self._is_hma_required, self.tp_rank = loads, 2.0, groups, tp_rank
-        self._broken, self._invalid, self._ended, self._unheard = set(), set(), set(), set()
+    def __init__(self, loads: dict):
+        self._loads, self._load_deadline_s = loads, 2.0
+        self._broken, self._ended, self._unheard = set(), set(), set()
         self._report = SimpleNamespace(returned_loads=Counter(), failed_loads={}, pulls=[])
         self._counts, self.results, self.errors = worker.Counts(), Results(), set()
 
@@ -69,10 +69,9 @@ def clock(monkeypatch) -> list[float]:
     return now_s
 
 
-@pytest.mark.parametrize("groups", [False, True])
-def test_a_late_load_s_request_is_computed_anew_as_its_blocks_are_still_written(clock, groups):
+def test_a_late_load_s_request_is_computed_anew_as_its_blocks_are_still_written(clock):
     """vLLM computes invalid blocks again in their places, but gives up all blocks of a request that failed."""
-    rank = Rank({"late": worker.Load({4, 5}, 64, 10.0), "early": worker.Load({6}, 32, 11.0)}, groups)
+    rank = Rank({"late": worker.Load({4, 5}, 64, 10.0), "early": worker.Load({6}, 32, 11.0)})
     clock[0] = 12.0
     assert rank.look() == (set(), set(), set())
     clock[0] = 12.5
@@ -82,14 +81,13 @@ def test_a_late_load_s_request_is_computed_anew_as_its_blocks_are_still_written(
     assert rank._report.returned_loads == {"late": 1}
 
 
-def test_blocks_of_a_load_that_returned_without_them_are_computed_again_in_place(clock):
+def test_a_request_whose_load_returned_without_some_blocks_is_computed_anew(clock):
+    """As blocks that are invalid they were missed during a redraw, which hides all requests but its own; and of a load
+    in parts, which an SSD's buffer makes, those after the first that fails are not made, nor reported.
+    """
     rank = Rank({"r": worker.Load({4, 5}, 64, 10.0, arrived_s=10.5), "s": worker.Load({6}, 32, 10.0, arrived_s=10.5)})
-    assert rank.look(returned=["r", "s"], errors=[5]) == ({"r", "s"}, set(), {5})
+    assert rank.look(errors=[5]) == (set(), set(), set()), "its load has not returned"
+    assert rank.look(returned=["r", "s"]) == ({"r", "s"}, {"r"}, set())
     assert rank._report.failed_loads == {"r": "failed"} and rank._report.pulls == [(32, 0.5)]
-
-
-def test_a_rank_that_loads_blocks_in_another_order_has_all_of_a_broken_load_computed_again(clock):
-    """Where an SSD's buffer divides a load, the parts after one that failed are not made: those of the first blocks."""
-    rank = Rank({"r": worker.Load({4, 5, 6}, 96, 10.0), "s": worker.Load({7}, 32, 10.0, arrived_s=10.5)}, tp_rank=1)
-    assert rank.look(returned=["r", "s"], errors=[5]) == ({"r", "s"}, set(), {4, 5, 6})
-    assert rank._report.failed_loads == {"r": "failed"}
+    rank._loads = {"t": worker.Load({5}, 32, 10.0, arrived_s=10.5)}
+    assert rank.look(returned=["t"]) == ({"t"}, set(), set()), "the block came this time"
