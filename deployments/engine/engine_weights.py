@@ -64,8 +64,8 @@ class EngineWeights:
             raise ValueError(reason)
         if digest not in ("", found := weights_digest(folder)):
             raise ValueError(f"{called(folder)}: holds other weights ({found}) than version {version} ({digest})")
+        self._wake(WEIGHTS)
         try:
-            self._wake(WEIGHTS)
             self._engine.collective_rpc("load_weights_from", args=(folder,))
             self._engine.engine_core.engine_core.reset_encoder_cache()  # embeddings of images under the former weights
             if weights_digest(folder) != found:
@@ -88,12 +88,12 @@ class EngineWeights:
         self.asleep = WEIGHTS, KV_CACHE
 
     def wake_kv(self) -> None:
-        """Allocates the memory of the KV again."""
+        """Allocates the memory of the KV again. Raises ValueError, one line, if another process has it."""
         self._wake(KV_CACHE)
 
     def _wake(self, tag: str) -> None:
         if tag in self.asleep:
-            self._engine.collective_rpc("wake", args=(tag,))
+            self._attempt("wake", tag)
             self.asleep = tuple(other for other in self.asleep if other != tag)
 
     def read_back(self) -> WeightsRead:

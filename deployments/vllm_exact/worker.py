@@ -306,5 +306,10 @@ else:
             self._drafter_lost = True
 
         def wake(self, tag: str) -> None:
-            """Allocates the memory of the weights, which a load then fills, or of the KV."""
-            self.wake_up([{WEIGHTS: "weights", KV_CACHE: "kv_cache"}[tag]])
+            """Allocates the memory of the weights, which a load then fills, or of the KV. Raises ValueError, one line,
+            if another process has it; a further call allocates the rest.
+            """
+            try:
+                self.wake_up([{WEIGHTS: "weights", KV_CACHE: "kv_cache"}[tag]])
+            except RuntimeError as error:
+                raise ValueError(f"the memory of the {tag} is not to be had: {one_line(error)}") from error

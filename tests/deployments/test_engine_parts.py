@@ -287,6 +287,22 @@ def test_a_sleeping_engine_wakes_its_weights_by_a_load_and_its_kv_by_itself_once
     assert workers.done()[-1] == ("fall_asleep",), "it sleeps again"
 
 
+def test_memory_that_is_not_to_be_had_leaves_an_engine_asleep_until_a_further_wake_up(workers):
+    """While a trainer had the GPU's memory, a wake-up of the weights ended the engine."""
+    weights, alone, attempts = EngineWeights(workers, 3), workers.collective_rpc, [(None, None), (None, "no memory")]
+    weights.fall_asleep()
+    workers.done()
+    workers.collective_rpc = lambda method, args=(): attempts if args[:1] == ("wake",) else alone(method, args)
+    for wake in (lambda: weights.load(4, "/w1", "d1"), weights.wake_kv):
+        with pytest.raises(ValueError, match=r"^no memory$"):
+            wake()
+    assert workers.done() == [] and weights.asleep == TAGS and weights.version == 3
+    workers.collective_rpc = alone
+    weights.load(4, "/w1", "d1")
+    weights.wake_kv()
+    assert weights.asleep == () and weights.version == 4
+
+
 def test_weights_that_could_not_come_back_do_not_go(workers):
     weights = EngineWeights(workers, 3)
     weights.load(4, "/w1", "")

@@ -105,3 +105,21 @@ def test_no_rank_keeps_what_it_received_after_the_end_of_a_transfer(monkeypatch,
     answers = [rank.attempt("transfer_weights", end) for rank in ranks]
     assert answers == [(None, "weights 4: no room") if fails else ("memory:app/4/0123456789abcdef", None), ("", None)]
     assert staged == [(["a"], "app", 4, (3, "d"))] and [rank._received.tensors for rank in ranks] == [{}, {}]
+
+
+GPU = STAND_INS | {
+    "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
+    "vllm.v1.worker.gpu_worker": {"Worker": object},
+}
+
+
+def test_a_gpu_whose_memory_another_process_has_refuses_to_wake():
+    """An exception of one of several ranks leaves the others' answers to the next call."""
+
+    class GpuRank(loaded_with("tailrace.deployments.vllm_exact.worker", GPU).ExactGPUWorker):
+        def wake_up(self, tags: list[str]) -> None:
+            raise RuntimeError(f"CUDA Error: out of memory for {tags}")
+
+    reason = "the memory of the {0} is not to be had: RuntimeError: CUDA Error: out of memory for ['{0}']"
+    for tag in ("weights", "kv_cache"):
+        assert GpuRank().attempt("wake", tag) == (None, reason.format(tag))
