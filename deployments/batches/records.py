@@ -129,7 +129,8 @@ class SampleRecord:
                     end=last_place,
                 )
             )
-        self.kv_names = part.kv_names or self.kv_names
+        if not self.kv_names.startswith(part.kv_names):  # a chunk aborted in its context has computed fewer blocks
+            self.kv_names = part.kv_names
         self.parts.append(replace(part, kv_names=b""))  # else each part would keep the names of its whole context
         self.tokens = end
         self.routed += len(part.routed_experts) if part.routed_experts is not None else 0

@@ -104,6 +104,10 @@ def test_the_names_of_a_sample_s_kv_are_those_that_were_reported_last():
     assert sample.kv_names == b"one", "this chunk has saved nothing"
     sample.append(4, part(3, kv_names=b"two"), "r")
     assert sample.kv_names == b"two"
+    sample.append(6, part(4, kv_names=b"tw"), "r")
+    assert sample.kv_names == b"two", "aborted in its context; the rest is in the pool yet"
+    sample.append(8, part(5, kv_names=b"twofold"), "r")
+    assert sample.kv_names == b"twofold"
 
 
 def test_parts_of_one_replica_and_weights_are_one_segment():
