@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.edge.errors import error_body, error_of
 from tailrace.app.gateway.gateway_config import LOOPBACK, GatewayConfig
 from tailrace.deployments.messages.roles import Role
 
@@ -113,7 +113,12 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        role = await self._role(scope)
+        try:
+            role = await self._role(scope)
+        except Exception as error:  # noqa: BLE001 - the coordinator knows keys: answered as a route's error
+            body, status = error_of(error)
+            await _refuse(send, status, body["error"]["message"])
+            return
         if role is None:
             asks = (
                 [(b"www-authenticate", b'Basic realm="tailrace: a name, and a token"')]
@@ -203,7 +208,7 @@ async def _refuse(
     """Answers. `unread`: the request's body, if it is to be drained before the connection may close."""
     body = json.dumps(error_body(status, message)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
-    headers += [(b"retry-after", b"1")] if status == 429 else []
+    headers += [(b"retry-after", b"1")] if status in (429, 503) else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": unread is not None})
     if unread is not None:

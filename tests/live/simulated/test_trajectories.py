@@ -16,6 +16,7 @@ from virtual_cluster import play as play_on
 from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
+from tailrace.app.gateway.trajectories.trajectories import GatewayTrajectories
 from tailrace.app.http.client import Client
 from tailrace.deployments.batches.trajectories import Trajectories as Book
 from tailrace.lab.fuzz.drivers import driver_client
@@ -251,6 +252,27 @@ def test_a_key_opens_its_own_trajectory_and_nothing_else(play):
         for one in (mine, theirs):
             await rewarded(http, one)
             assert await is_gone(http, one)
+
+    play(story)
+
+
+def test_a_key_that_cannot_be_checked_while_the_service_is_away_is_answered_and_counted_as_503(play, monkeypatch):
+    """It was counted as 500, with a stack trace in the log for each request."""
+
+    async def away(*_):
+        raise ConnectionError("the coordinator is away")
+
+    async def story(cluster, http, other):
+        trajectory = await opened(http)
+        monkeypatch.setattr(GatewayTrajectories, "_read", away)
+        headers = {"Authorization": f"Bearer {trajectory['api_key']}"}
+        answer = await other.get(f"{URL}/{trajectory['id']}", headers=headers)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["message"] == "the coordinator is away"
+        metrics = other._transport.app.state.metrics
+        assert metrics._requests == {("none", "503"): 1} and metrics._refused[("away",)] == 1
+        monkeypatch.undo()
+        await rewarded(http, trajectory)
 
     play(story)
 
