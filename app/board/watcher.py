@@ -15,7 +15,7 @@ from typing import Any
 from tailrace.app.board.news import news
 from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.feed.deltas import Deltas, change
-from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.messages.errors import is_own_cancel, one_line
 
 KEPT_MOMENTS = 900
 """Maximum number of points of the curves, one a second: 15 minutes."""
@@ -73,7 +73,9 @@ class Watcher:
             try:
                 async with aclosing(self._client().watch()) as items:
                     await self._read(items)
-            except Exception as error:  # noqa: BLE001 - mostly a lost service: the call is repeated
+            except (Exception, asyncio.CancelledError) as error:  # mostly a lost service: the call is repeated
+                if isinstance(error, asyncio.CancelledError) and is_own_cancel():
+                    raise
                 self._say_away(one_line(error))
             await asyncio.sleep(AGAIN_S)
         self._task = None

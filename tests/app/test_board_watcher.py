@@ -42,3 +42,31 @@ def test_a_board_that_is_opened_before_the_service_exists_shows_it_once_it_does(
 
     asyncio.run(story())
     assert len(tries) == 3 and service.closed
+
+
+def test_a_board_goes_on_after_serve_has_cancelled_its_call(monkeypatch):
+    """As Serve does with calls of a coordinator that it replaces; the board showed its last state for ever."""
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    calls = []
+
+    class Replaced(Service):
+        async def watch(self):
+            calls.append(True)
+            if len(calls) < 3:
+                raise asyncio.CancelledError
+            async for item in super().watch():
+                yield item
+
+    async def story():
+        watcher = Watcher(Replaced)
+        async with asyncio.timeout(60):
+            async for text in watcher.follow():
+                if "service" in json.loads(text)["sections"]:
+                    break
+        task = watcher._task
+        watcher.end()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(story())
+    assert len(calls) == 3
