@@ -9,7 +9,7 @@ import hmac
 import json
 import re
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,9 @@ OPEN_PATHS = ("/health", "/liveness")
 
 TRAJECTORY = re.compile("/v1/trajectories/([^/]*)")
 """Address of a trajectory, and of all below it."""
+
+OWN_NAME = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")
+"""Host and port of a site on loopback."""
 
 PAGES = ("/board", "/board/stream", "/board/sample")
 """Pages for browsers, which ask a person for name and token, and then send them with each request."""
@@ -67,6 +70,11 @@ def token_of(header: bytes) -> bytes:
     with suppress(ValueError):
         return b64decode(given, validate=True).partition(b":")[2] if kind.lower() == b"basic" else b""
     return b""
+
+
+def needs_token(tokens: Mapping[str, Role] | None) -> bool:
+    """Returns whether no caller has a role without a token. `tokens`: roles by token, or None without a file."""
+    return tokens is not None and ANYONE not in tokens
 
 
 class LimitedBody:
@@ -126,7 +134,7 @@ class AccessControl:
                 else []
             )
             await _refuse(send, 401, self._needed(scope), asks)
-        elif scope["method"] not in ("GET", "HEAD") and _is_foreign(scope):
+        elif scope["method"] not in ("GET", "HEAD") and _is_foreign(scope, needs_token(self._tokens)):
             await _refuse(send, 403, "a page of another site sends this request")
         elif self._open >= self._config.max_open:
             await _refuse(send, 429, f"{self._open} requests are open, as many as the gateway takes; try again")
@@ -189,12 +197,14 @@ def _header(scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
-def _is_foreign(scope) -> bool:
+def _is_foreign(scope, any_host: bool) -> bool:
     """Returns whether a browser sends it for a page of another site: a browser that knows a token adds it there,
-    too.
+    too. `any_host`: this site may have any name; else a page may have pointed its own one here.
     """
-    origin = _header(scope, b"origin")
-    return bool(origin) and origin.partition(b"://")[2] != _header(scope, b"host")
+    origin = _header(scope, b"origin").partition(b"://")
+    if not origin[0]:
+        return False
+    return origin[2] != _header(scope, b"host") or not (any_host or OWN_NAME.fullmatch(origin[2]))
 
 
 def _length(scope) -> int:

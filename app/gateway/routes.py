@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -16,7 +17,7 @@ from fastapi.responses import JSONResponse
 from tailrace.app.board.routes import add_board
 from tailrace.app.board.watcher import Watcher
 from tailrace.app.gateway import answers
-from tailrace.app.gateway.access_control import AccessControl
+from tailrace.app.gateway.access_control import AccessControl, needs_token, read_tokens
 from tailrace.app.gateway.adapter_routes import add_adapters
 from tailrace.app.gateway.answering import made, streamed
 from tailrace.app.gateway.chat.requests import ChatRequest
@@ -138,4 +139,5 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
 def _add_board(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:
     """Adds the page of a running service, for any role; texts of samples for those that may roll out."""
     watcher = Watcher(lambda: service.client(Role.OBSERVER))
-    add_board(app, watcher, lambda http: service.client(http.scope["role"]), any_host=config.tokens_file is not None)
+    tokens = None if config.tokens_file is None else read_tokens(Path(config.tokens_file))
+    add_board(app, watcher, lambda http: service.client(http.scope["role"]), any_host=needs_token(tokens))

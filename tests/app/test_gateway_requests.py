@@ -382,15 +382,28 @@ def test_access_is_by_token_size_and_number(tmp_path):
     [
         ("POST", "https://evil.example", 403),
         ("DELETE", "null", 403),
-        ("POST", "http://gateway:8000", 200),
+        ("POST", "http://localhost:8000", 200),
         ("POST", None, 200),
         ("GET", "https://evil.example", 200),
     ],
 )
 def test_a_page_of_another_site_can_make_a_browser_read_alone(method, origin, status):
     """A browser adds the token that it knows; the answer to a GET is kept from such a page by the browser itself."""
-    headers = {"host": "gateway:8000"} | ({} if origin is None else {"origin": origin})
+    headers = {"host": "localhost:8000"} | ({} if origin is None else {"origin": origin})
     assert passed(AccessControl(answering, GatewayConfig()), method=method, **headers)[0] == status
+
+
+@pytest.mark.parametrize("tokens", [None, "trainer anyone\n", f"trainer {TOKEN}\n"])
+def test_a_page_that_points_its_name_to_loopback_has_no_role_without_a_token(tmp_path, tokens):
+    """Its requests were those of the gateway's own site, so with `trainer anyone` it could load weights."""
+    path = tmp_path / "tokens"
+    path.write_text(tokens or "")
+    access = AccessControl(answering, GatewayConfig(tokens_file=None if tokens is None else str(path)))
+    given = {"authorization": f"Bearer {TOKEN}"} if TOKEN in (tokens or "") else {}
+    for name, is_own in (("evil.example:8000", False), ("localhost.evil.example", False), ("127.0.0.1:8000", True),
+                         ("[::1]:8000", True), ("localhost", True)):  # fmt: skip
+        status, _ = passed(access, method="POST", host=name, origin=f"http://{name}", **given)
+        assert status == (200 if is_own or given else 403)
 
 
 def test_a_role_may_be_anyone_s_and_a_wrong_token_has_none(tmp_path):
