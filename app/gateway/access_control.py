@@ -20,6 +20,10 @@ from tailrace.deployments.messages.roles import Role
 OPEN_PATHS = ("/health", "/liveness")
 """Paths that need no token: load balancers call them."""
 
+WATCHED = (*OPEN_PATHS, "/metrics")
+WATCHERS = 16
+"""Maximum number of requests for WATCHED that are open beyond `max_open`: a gateway that is full is not ill."""
+
 TRAJECTORY = re.compile("/v1/trajectories/([^/]*)")
 """Address of a trajectory, and of all below it."""
 
@@ -136,7 +140,7 @@ class AccessControl:
             await _refuse(send, 401, self._needed(scope), asks)
         elif scope["method"] not in ("GET", "HEAD") and _is_foreign(scope, needs_token(self._tokens)):
             await _refuse(send, 403, "a page of another site sends this request")
-        elif self._open >= self._config.max_open:
+        elif self._open >= self._config.max_open + (WATCHERS if scope["path"] in WATCHED else 0):
             await _refuse(send, 429, f"{self._open} requests are open, as many as the gateway takes; try again")
         else:
             scope["role"] = role

@@ -377,6 +377,16 @@ def test_access_is_by_token_size_and_number(tmp_path):
     assert passed(AccessControl(answering, GatewayConfig()))[1]["role"] is Role.EVALUATOR
 
 
+def test_a_full_gateway_answers_those_that_watch_it():
+    """A load balancer took 429 for a gateway that is ill, and ended it with all that it had open."""
+    access = AccessControl(answering, GatewayConfig(max_open=3))
+    paths = ("/v1/models", "/health", "/liveness", "/metrics")
+    for opened, refused in ((2, ()), (3, paths[:1]), (3 + 16, paths)):
+        access._open = opened
+        for path in paths:
+            assert passed(access, path=path, method="GET")[0] == (429 if path in refused else 200)
+
+
 @pytest.mark.parametrize(
     ("method", "origin", "status"),
     [
