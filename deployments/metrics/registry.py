@@ -135,7 +135,7 @@ REASONS = ("token", "role", "body", "quota", "away", "content", "max_open", "rou
 HTTP_REQUESTS = Metric(
     "tailrace_gateway_requests",
     "counter",
-    "Answered requests; status 0: the client had left",
+    "Answered requests; status 499: the client had left, 0: the gateway has stopped",
     {"route": ANY, "status": ANY},
 )
 HTTP_REFUSED = Metric("tailrace_gateway_refused", "counter", "Refused requests, by reason", {"reason": REASONS})
