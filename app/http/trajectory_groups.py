@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tailrace.app.http.trajectory import CapturedTrajectory, TrajectoryRows
+from tailrace.deployments.messages.errors import is_own_cancel
 
 Task = TypeVar("Task")
 Play = Callable[[CapturedTrajectory, Task], Awaitable[float | None]]
@@ -68,8 +69,10 @@ async def _played(trajectory: CapturedTrajectory, task: Task, play: Play, index:
     except Exception as error:  # noqa: BLE001 - a harness's own error: its mates go on
         return EndedTrajectory(index, await _closed(trajectory), error)
     except asyncio.CancelledError:
-        await _closed(trajectory)
-        raise
+        rows = await _closed(trajectory)
+        if is_own_cancel():
+            raise
+        return EndedTrajectory(index, rows, RuntimeError("the harness was cancelled by a task of its own"))
 
 
 async def _closed(trajectory: CapturedTrajectory) -> TrajectoryRows | None:

@@ -30,6 +30,7 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
 from tailrace.app.http.samples import GatewaySamples
+from tailrace.app.http.trajectory_groups import played_groups
 from tailrace.app.http.weights_answer import told
 from tailrace.app.weights import over_http
 from tailrace.app.weights.over_http import HttpWeights
@@ -486,5 +487,36 @@ def test_leaving_a_trajectory_that_has_ended_elsewhere_is_no_error(status):
                 raise ZeroDivisionError
         with pytest.raises((PermissionError, RolloutRejected), match="ended"):
             await trajectory.close()
+
+    asyncio.run(story())
+
+
+def test_a_harness_that_awaits_a_cancelled_task_ends_its_own_trajectory_alone():
+    """The error passed for a cancel of the driver, whose loop ended with it."""
+    closed = []
+
+    class Played:
+        async def close(self):
+            closed.append(self)
+
+    async def opened(group, index):
+        return Played()
+
+    async def play(trajectory, task):
+        if task == "cancels":
+            own = asyncio.ensure_future(asyncio.sleep(9))
+            own.cancel()
+            await own
+        await asyncio.sleep(9 if task == "waits" else 0)
+
+    async def story():
+        groups = played_groups(opened, {"cancels": "cancels", "ends": "ends", "waits": "waits"}, play, 1, 9)
+        found = {}
+        async for one in groups:
+            found[one.group] = one.trajectories[0].error
+            if len(found) == 2:
+                break
+        await groups.aclose()
+        assert found["ends"] is None and "cancelled by a task of its own" in str(found["cancels"]) and len(closed) == 3
 
     asyncio.run(story())
