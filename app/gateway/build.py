@@ -36,12 +36,16 @@ class Gateway:
     async def __init__(self, args: GatewayConfig, otlp: bool):
         keep_serve_port_on_node()
         client = partial(RolloutClient, args.app_name, resume_s=RESUME_S, connect=LineConnection)
-        service = GatewayService(lambda role: client(role=role), args)
-        self._port = await GatewayPort.opened(make_app(service, args, exporting(otlp)), args.host, args.port)
+        self._service = GatewayService(lambda role: client(role=role), args)
+        app = make_app(self._service, args, exporting(otlp))
+        self._port = await GatewayPort.opened(app, args.host, args.port)
 
     async def check_health(self) -> None:
-        """Raises RuntimeError if the port is closed. Serve then replaces the replica."""
+        """Raises RuntimeError if the port is closed, or if the service has another model than at the first request.
+        Serve then replaces the replica.
+        """
         self._port.check()
+        await self._service.check_model()
 
     async def __del__(self):
         await self._port.close()

@@ -41,6 +41,10 @@ MAX_SENT_IMAGES = 65_536
 """Maximum number of images of which a gateway remembers that it has sent them: 10 MB of names."""
 
 
+CHECK_S = 5.0
+"""Maximum seconds to wait for the service's model in a check of this gateway, which Serve gives 30 s."""
+
+
 class ServedModel(NamedTuple):
     """`name`: the model's name in requests, the folder's last part. `adapter`: the adapter of a request which names one
     instead. `images`: processes those of chats; None for a model of text alone.
@@ -105,6 +109,18 @@ class GatewayService:
             served = f"{names} {'are' if self._adapters else 'is'} served"
             raise UnknownModel(f"The model `{wanted}` does not exist; {served}")
         return self._model._replace(name=wanted, adapter=wanted)
+
+    async def check_model(self) -> None:
+        """Raises RuntimeError if the service has another model, or context, than the one that was loaded here."""
+        if (loaded := self._model) is None:
+            return
+        try:
+            async with asyncio.timeout(CHECK_S):
+                status = await self.client(Role.OBSERVER).status()
+        except Exception:  # noqa: BLE001 - the service is unreachable: requests say so
+            return
+        if (status.model, status.max_model_len) != (loaded.root, loaded.max_model_len):
+            raise RuntimeError(f"the service has {status.model}, and this gateway has loaded {loaded.root}")
 
     async def _load(self) -> None:
         try:

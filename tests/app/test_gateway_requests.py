@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from tailrace.app.gateway import service
 from tailrace.app.gateway.access_control import AccessControl, read_tokens
 from tailrace.app.gateway.answer_text import text_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
@@ -22,6 +23,7 @@ from tailrace.app.gateway.gateway_config import GatewayConfig
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
 from tailrace.app.gateway.routes import _add_generation
+from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.tokenizing import Detokenized, add_tokenizing
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import SampleResult
@@ -277,6 +279,31 @@ def test_a_long_text_stops_no_other_request_of_the_gateway():
         assert wanted == [[{"token_ids": (97, 98)}]]
 
     asyncio.run(story())
+
+
+def test_a_gateway_is_replaced_once_the_service_has_another_model_or_context(monkeypatch):
+    """It went on with the tokenizer and the context of the model before."""
+
+    class Client:
+        async def status(self):
+            if away:
+                await asyncio.Event().wait()
+            return SimpleNamespace(model=folder, max_model_len=context)
+
+    gateway = GatewayService(lambda role: Client(), GatewayConfig())
+    away, folder, context = False, "/m/new", 9
+    asyncio.run(gateway.check_model())  # nothing is loaded
+    gateway._model = SimpleNamespace(root="/m/old", max_model_len=9)
+    with pytest.raises(RuntimeError, match="the service has /m/new, and this gateway has loaded /m/old"):
+        asyncio.run(gateway.check_model())
+    folder = "/m/old"
+    asyncio.run(gateway.check_model())
+    context = 99
+    with pytest.raises(RuntimeError, match="the service has /m/old"):
+        asyncio.run(gateway.check_model())
+    monkeypatch.setattr(service, "CHECK_S", 0.01)
+    away = True
+    asyncio.run(gateway.check_model())
 
 
 def test_errors_are_one_line_of_text_and_name_the_field():
