@@ -104,7 +104,6 @@ class _Run:
         for callback in (PrinterCallback, ProgressCallback):
             self._trainer.remove_callback(callback)
         self._weights = WeightsSender(self._trainer, client, config.weights_dir, self._note_weights)
-        self._replicas = ReplicaSeconds(client)
         self._feed = self._feed_of(rewards)
         self._trainer.feed_by(
             self._feed,
@@ -114,6 +113,7 @@ class _Run:
             settings=config.trainer,
             before_group=self._before_group,
         )
+        self._replicas = ReplicaSeconds(client)  # its thread ends with the run, which what is above may refuse
         self._trainer.add_callback(self._recorder(rewards))
 
     def go(self, checkpoint: str | None) -> None:

@@ -294,5 +294,6 @@ def test_groups_whose_answers_had_one_reward_are_counted_and_move_weights_as_bef
 def test_an_entropy_bonus_is_refused_where_it_would_be_scaled(small_model, tmp_path):
     with pytest.raises(BadInput, match="loss_type dapo divides by all tokens"):
         trained(small_model, tmp_path / "run", trl={"entropy_coef": 0.1})
+    assert not [thread for thread in threading.enumerate() if thread.name == "replica-seconds"]
     rows, _ = trained(small_model, tmp_path / "grpo", steps=1, trl={"entropy_coef": 0.1, "loss_type": "grpo"})
     assert rows[0].grad_norm > 0
