@@ -111,7 +111,7 @@ class AsyncWorker:
     def _run(self) -> None:
         try:
             asyncio.run(self._collect())
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: the trainer's thread raises it
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: the trainer's thread raises it
             self._failure = error
             self.rollout_buffer.end()
 
