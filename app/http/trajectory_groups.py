@@ -21,7 +21,7 @@ class EndedTrajectory:
 
     index: int
     rows: TrajectoryRows | None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ async def _played(trajectory: CapturedTrajectory, task: Task, play: Play, index:
     try:
         reward = await play(trajectory, task)
         return EndedTrajectory(index, await (trajectory.close() if reward is None else trajectory.reward(reward)))
-    except Exception as error:  # noqa: BLE001 - a harness's own error: its mates go on
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a harness's own error: its mates go on
         return EndedTrajectory(index, await _closed(trajectory), error)
     except asyncio.CancelledError:
         rows = await _closed(trajectory)
