@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+import psutil
+
 SEIZE, INTERRUPT = 0x4206, 0x4207
 """Requests of ptrace(2), from <sys/ptrace.h>."""
 
@@ -17,15 +19,17 @@ SAMPLE_S = 0.5
 
 
 def processes_titled(part: str) -> list[int]:
-    """Returns the ids of Ray's workers with this in their title: the deployment's name for a replica of Serve."""
+    """Returns the ids of the Ray workers that descend from this process, as those of a local cluster do, with this in
+    their title: the deployment's name for a replica of Serve. Other services of the machine are left alone.
+    """
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for process in psutil.Process().children(recursive=True):
         try:
-            title = (folder / "cmdline").read_bytes().decode(errors="replace")
+            title = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace")
         except OSError:  # it has ended since
             continue
         if title.startswith("ray::") and part in title:
-            found.append(int(folder.name))
+            found.append(process.pid)
     return sorted(found)
 
 

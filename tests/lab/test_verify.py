@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +39,7 @@ from tailrace.lab.verification import (
 )
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
 from tailrace.lab.verification.closeness import sentences
+from tailrace.lab.verification.frozen_thread import processes_titled
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
 from tailrace.lab.verification.services import Service
 from tailrace.lab.verification.tokens import TOLERANCE, certificate, compare, corrupt
@@ -357,6 +360,23 @@ def test_a_run_on_a_service_without_http_asks_for_no_address(monkeypatch):
     group = PromptGroup(prompt_id="p", token_ids=(1, 2))
     batch = RolloutBatch(batch_id="b", groups=(group,))
     assert asyncio.run(tokens.roll(AsyncMock(), run, batch, file))["groups"] == ["groups"]
+
+
+def test_a_step_is_frozen_in_an_engine_of_this_process_alone():
+    """Another service of the machine has engines, too."""
+    engine = ["ray::ServeReplica:tailrace:Engine.step", "-c", "import time; time.sleep(600)"]
+    program = "import subprocess, sys; none = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}; "
+    program += f"print(subprocess.Popen({engine}, executable=sys.executable, **none).pid)"
+    by_another = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    with subprocess.Popen(engine, executable=sys.executable) as ours:
+        try:
+            deadline_s = time.monotonic() + 30
+            while not (found := processes_titled("Engine")) and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            assert found == [ours.pid]
+        finally:
+            ours.kill()
+            os.kill(int(by_another.stdout), signal.SIGKILL)
 
 
 KILLED_DRIVER = "killed a driver with 2 samples running"
