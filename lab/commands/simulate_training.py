@@ -47,6 +47,9 @@ def command(
     given = {"train_share": train_share, "ranking_groups": ranking_groups}
     given = {key: Known(value=value, assumed="given") for key, value in given.items() if value is not None}
     figures = figures.model_copy(update=given)
+    if max_staleness >= (epoch_steps := figures.epoch_steps.value):
+        most = f"give {epoch_steps - 1} at most: a prompt has ended before it comes again, {epoch_steps} steps later"
+        raise BadInput(f"--max-staleness {max_staleness}: {most}")
     try:
         scenario = load_scenario(workload).whole()
     except ValueError as error:

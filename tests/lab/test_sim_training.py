@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tailrace.app.cli import main
+from tailrace.app.cli import main, run
 from tailrace.lab.simulated_training.busy_times import covered_s
 from tailrace.lab.simulated_training.figures import StepCosts, TrainingFigures
 from tailrace.lab.simulated_training.host import TrainingHost
@@ -256,6 +256,11 @@ def test_ratios_are_to_verl_seed_by_seed():
     assert found["sync"]["ratio"] == [2.5, 2.0, 3.0] and found["verl"]["ratio"] == [1.0, 1.0, 1.0]
     with pytest.raises(ValueError, match="baseline"):
         training_summary({"sync": of(1)})
+
+
+def test_a_prompt_does_not_come_again_while_it_runs(capsys):
+    assert run(["simulate-training", "--steps", "20", "--max-staleness", "16"]) == 2
+    assert "--max-staleness 16: give 15 at most" in capsys.readouterr().err
 
 
 def test_the_command_prints_modes_as_json(capsys):
