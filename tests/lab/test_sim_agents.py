@@ -74,6 +74,17 @@ def test_a_request_extends_its_line_or_begins_a_branch(tmp_path):
     assert len(cut.turns) == 1
 
 
+def test_a_sub_agent_that_begins_with_its_parent_s_whole_context_is_a_branch(tmp_path):
+    """The main agent extends the same context at the same time: one line cannot be both."""
+    first, extended = request(1_000, 100, None, 0), request(1_200, 50, 0, 960)
+    path = written(tmp_path, first, extended, extended | {"agent": "sub"})
+    (session,) = read_sessions(path, gap_cap_s=60.0, max_context=10_000)
+    assert [(turn.line, turn.source, turn.after, turn.known) for turn in session.turns] == [
+        (0, None, None, 0), (0, 0, 0, 1_100), (2, 0, 0, 960),
+    ]  # fmt: skip
+    AgentHost([session], MODEL, 1, Scheduled(), 1).run(0, 3)
+
+
 @pytest.mark.parametrize(
     ("broken", "named"),
     [

@@ -101,17 +101,19 @@ def _turns(requests: list[dict], gap_cap_s: float, max_context: int) -> Iterator
     turns: list[AgentTurn] = []
     for index, request in enumerate(requests):
         parent, agent = request.get("parent"), request.get("agent")
-        after = last.get(agent, parent if parent is not None else (0 if index else None))
+        before = last.get(agent)
+        after = before if before is not None else parent if parent is not None else (0 if index else None)
         last[agent] = index
         gap_s = min(float(request.get("think_s") or 0.0), gap_cap_s)
-        turn = _turn(request, after, gap_s, turns)
+        turn = _turn(request, after, gap_s, turns, extends=parent == before)
         if turn.context + turn.out > max_context:
             return
         turns.append(turn)
         yield turn
 
 
-def _turn(request: dict, after: int | None, gap_s: float, turns: list[AgentTurn]) -> AgentTurn:
+def _turn(request: dict, after: int | None, gap_s: float, turns: list[AgentTurn], extends: bool) -> AgentTurn:
+    """`extends`: its parent is its agent's last request."""
     context, out, parent = request["in"], max(1, request["out"]), request.get("parent")
     turn = AgentTurn(
         after=after, gap_s=gap_s, line=len(turns), source=None, context=context, known=0, out=out,
@@ -121,7 +123,7 @@ def _turn(request: dict, after: int | None, gap_s: float, turns: list[AgentTurn]
         return turn
     before = turns[parent]
     whole = before.context + before.out
-    if parent == after and request["shared"] >= before.context - BLOCK_TOKENS and context > whole - SLACK_TOKENS:
+    if extends and request["shared"] >= before.context - BLOCK_TOKENS and context > whole - SLACK_TOKENS:
         return turn._replace(line=before.line, source=before.line, context=max(context, whole + 1), known=whole)
     return turn._replace(source=before.line, known=min(request["shared"], before.context, context - 1))
 
