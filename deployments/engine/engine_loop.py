@@ -280,6 +280,8 @@ class EngineLoop:
             weights, since_s = self._stepper.weights, max(asked_s, self._stepper.progress_s)  # scores are steps, too
             weights.score_again(self._stepper)
             weights.load(command.version, command.source, command.digest)
+            if command.version == present[0]:  # KV under the same names may be of weights that were set aside
+                self._stepper.reset_cache()
             weights.score(self._stepper)
             self.weights_pause_s = self._now() - since_s
         self._stats = self._stepper.stats()  # before the caller can look

@@ -219,6 +219,16 @@ def test_a_load_of_what_is_there_changes_nothing(loop, script):
     assert script.scored == [("before",), ("after", (1, "w1", "one"))]
 
 
+def test_weights_that_were_set_aside_leave_no_kv_to_those_that_replace_them(loop, script):
+    """Of the same version and digest, so under the same names: samples went on with the KV of the broken ones."""
+    script.reset_cache = script.noted("reset_cache", True)
+    for digest, resets in (("one", 0), ("one", 0), ("", 1)):
+        done = loop.ask(LoadWeights(1, "w1", digest))
+        loop.turn(0.0)
+        assert done.result(0) is None and script.calls.count(("reset_cache",)) == resets
+    assert script.loaded == [(1, "w1", "one"), (1, "w1", "")]
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), TypeError("None"), RecursionError("deep"), OSError("disk")])
 def test_a_failed_check_of_weights_harms_nobody(loop, script, error):
     script.on_refusal = error
