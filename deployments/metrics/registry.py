@@ -28,8 +28,7 @@ error in a release or prefetch of KV. A pool's master without an answer does not
 """
 
 CAUSES = (
-    "none", "new", "tail", "miss", "below_min", "not_pulled", "paused", "lookup_late", "pull_late", "pull_gone",
-    "pull_lease_expired", "pull_store_lost", "pull_master_lost", "pull_paused", "pull_corrupt",
+    "none", "new", "tail", "miss", "below_min", "not_pulled", "paused", "lookup_late", "pull_late", "pull_failed",
 )  # fmt: skip
 """Causes for which context tokens were computed, see kvpool/scheduler.py. `none`: tokens that were not."""
 

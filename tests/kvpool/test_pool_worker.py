@@ -8,6 +8,7 @@ import pytest
 from stand_ins import loaded_with
 
 import tailrace.kvpool.store  # noqa: F401 - before the worker's own import, which is undone
+from tailrace.deployments.metrics.registry import CAUSES
 
 
 @dataclass
@@ -91,3 +92,11 @@ def test_a_request_whose_load_returned_without_some_blocks_is_computed_anew(cloc
     assert rank._report.failed_loads == {"r": "failed"} and rank._report.pulls == [(32, 0.5)]
     rank._loads = {"t": worker.Load({5}, 32, 10.0, arrived_s=10.5)}
     assert rank.look(returned=["t"]) == ({"t"}, set(), set()), "the block came this time"
+
+
+def test_the_causes_of_failed_loads_are_those_that_the_metric_names(clock):
+    """Others count there as `other`: tokens whose KV did not come had no cause of their own."""
+    rank = Rank({"late": worker.Load({4}, 32, 7.0), "lost": worker.Load({5}, 32, 10.0)})
+    rank.look(returned=["lost"], errors=[5])
+    made = {f"pull_{failure}" for failure in rank._report.failed_loads.values()}
+    assert made == {cause for cause in CAUSES if cause.startswith("pull_")} == {"pull_late", "pull_failed"}
