@@ -86,6 +86,7 @@ class PoolWorker(MooncakeStoreWorker):
         self._broken: set[int] = set()  # blocks of loads that failed and have not returned
         self._report = self._sent = PoolWorkerMetadata()
         self._step, self._due = 0, []  # of the metadata last begun: its number, and saves that await its pass
+        self._unstarted = None  # that metadata, until its loads are started
         self._ended: set[str] = set()  # loads in the report last sent
         self._unheard: set[str] = set()  # loads whose end is to be reported again
 
@@ -131,6 +132,7 @@ class PoolWorker(MooncakeStoreWorker):
         There vLLM's own call comes after the pass, which is a step later.
         """
         self._step, saves = getattr(metadata, "step", 0), [one for one in metadata.requests if one.can_save]
+        self._unstarted = metadata
         self._due = [request for request in saves if not isinstance(request, SaveOfEnded)]
         self._save([request for request in metadata.requests if isinstance(request, SaveOfEnded)])
         if current_platform.is_cpu():
@@ -141,6 +143,7 @@ class PoolWorker(MooncakeStoreWorker):
             self._start_loads(metadata)
 
     def _start_loads(self, metadata) -> None:
+        self._unstarted = None
         for request in metadata.requests:
             spec = request.load_spec
             if spec is not None and spec.can_load:
@@ -167,10 +170,13 @@ class PoolWorker(MooncakeStoreWorker):
 
     def begin_again(self, heard: int) -> int:
         """Ends the half of a step that raised. `heard`: number of the last report that the scheduler has received; a
-        later report is sent again. Returns the number of the metadata last begun.
+        later report is sent again. Returns the number of the metadata last begun. Its loads are started at the latest
+        now, since their blocks are held until they return: V2 starts them after the pass.
         """
         due, self._due = self._due, []
         self._drop(due)
+        if self._unstarted is not None:
+            self._start_loads(self._unstarted)
         if self._sent.step > heard:
             with self.kv_send_thread.done_task_lock:
                 self._report = self._sent.aggregate(self._report)

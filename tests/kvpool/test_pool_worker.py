@@ -21,7 +21,14 @@ class Results:
 
 
 class StoreWorker:
-    """vLLM's worker side. `results`, `errors`: loads that have returned, and their blocks that did not come."""
+    """vLLM's worker side. `results`, `errors`: loads that have returned, and their blocks that did not come. `started`:
+    the metadata whose loads were started.
+    """
+
+    block_size = 32
+
+    def start_load_kv(self, metadata) -> None:
+        self.started.append(metadata)
 
     def get_transfer_results(self, finished_req_ids, metadata) -> Results:
         return self.results
@@ -54,7 +61,8 @@ class Rank(worker.PoolWorker):
         self._loads, self._load_deadline_s = loads, 2.0
         self._broken, self._ended, self._unheard = set(), set(), set()
         self._report = SimpleNamespace(returned_loads=Counter(), failed_loads={}, pulls=[])
-        self._counts, self.results, self.errors = worker.Counts(), Results(), set()
+        self._counts, self.results, self.errors, self.started = worker.Counts(), Results(), set(), []
+        self._due, self._sent = [], SimpleNamespace(step=0)
 
     def look(self, returned=(), errors=()) -> tuple[set, set, set]:
         """Returns the loads that have ended, those computed anew, and the blocks computed again in their places."""
@@ -100,3 +108,19 @@ def test_the_causes_of_failed_loads_are_those_that_the_metric_names(clock):
     rank.look(returned=["lost"], errors=[5])
     made = {f"pull_{failure}" for failure in rank._report.failed_loads.values()}
     assert made == {cause for cause in CAUSES if cause.startswith("pull_")} == {"pull_late", "pull_failed"}
+
+
+@pytest.mark.parametrize("passed", [False, True], ids=["the pass raises", "a later part raises"])
+def test_loads_of_a_step_that_raises_are_started_once_on_a_gpu_too(clock, monkeypatch, passed):
+    """V2 starts them after the pass: they were never made, and their blocks were held for ever."""
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    spec = SimpleNamespace(can_load=True, vllm_cached_tokens=32, kvpool_cached_tokens=96)
+    request = SimpleNamespace(req_id="r", can_save=False, load_spec=spec, block_ids=([3, 4, 5, 6],))
+    rank, metadata = Rank({}), SimpleNamespace(step=7, requests=[request])
+    rank.begin(metadata)
+    if passed:
+        rank.start_load_kv(metadata)
+    assert rank.begin_again(heard=6) == 7 and rank.begin_again(heard=6) == 7
+    assert rank.started == [metadata] and rank._loads["r"].block_ids == {4, 5}
+    rank._loads["r"].arrived_s = 10.0
+    assert rank.look(returned=["r"]) == ({"r"}, set(), set()) and rank._report.returned_loads == {"r": 1}
