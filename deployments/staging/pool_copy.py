@@ -42,16 +42,18 @@ def key_of(source: MemorySource, name: str, piece: int = 0) -> str:
 
 def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
     """Puts the weights in `folder` into the pool, unless it has all of them. Removes those of versions that no slot
-    beside `folder` holds. Raises ValueError, one line, if the pool has no room.
+    beside `folder` holds, but for this one's neighbours. Raises ValueError, one line, if the pool has no room.
     """
     store = _client(endpoint)
     try:
         files = sorted(folder.glob("*.safetensors"))
         if _known_files(store, source) is not None and _has_all(store, source, files):
             return
-        # Earlier versions, which would crowd out KV for ever; and of this one what a stage not committed has left.
-        held = {version for version, _ in Slots(source.service, folder.parent).held()} - {source.version}
-        store.remove_by_regex(f"^weights/(?!({'|'.join(map(str, held))})/)", force=True)
+        # Earlier versions, which would crowd out KV for ever; and of this one what a stage not committed has left. The
+        # version before or after it may be on its way from a third node.
+        kept = {source.version - 1, source.version + 1}
+        kept |= {version for version, _ in Slots(source.service, folder.parent).held()} - {source.version}
+        store.remove_by_regex(f"^weights/(?!({'|'.join(map(str, kept))})/)", force=True)
         for path in files:
             header, begin = read_header(path)
             with _mapped(path, path.stat().st_size, write=False) as (address, view):

@@ -215,6 +215,13 @@ def test_weights_of_another_version_stay_in_the_pool(store, there):
     assert key_of(first, "large") in store.values and key_of(second, "large") in store.values
 
 
+def test_a_version_that_another_node_pulls_from_a_third_one_stays(store, here, there):
+    former = published(store, here, 7)
+    latter = published(store, there, 8)
+    put(former, slot_of(former, here), ENDPOINT)
+    assert key_of(former, "large") in store.values and key_of(latter, "large") in store.values
+
+
 def test_the_pool_keeps_weights_of_versions_that_are_in_slots_alone(store, here, there):
     """Each update left a whole model in the pool, until no KV had room there."""
     published(store, here, 1)  # of a node that is gone
