@@ -9,7 +9,7 @@ Safetensors only: other formats can run code while they are read. Called by the 
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -150,13 +150,16 @@ def load_in_place(model_runner, folder: str) -> None:
         raise RuntimeError(f"{called(folder)}: loading broke off half-way: {error!r}") from error
 
 
-def load_drafter(vllm_config, model, folder: str) -> None:
-    """Loads the weights of vLLM's own drafter from a folder. Raises RuntimeError when it fails half-way."""
+def load_drafter(vllm_config, model, folder: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Loads the weights of vLLM's own drafter from the wanted tensors of a folder; its other layers stay as they are.
+    Raises RuntimeError when it fails half-way.
+    """
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
     files, plain = _opened(folder), getattr(model, "unwrap", lambda: model)()  # from its CUDA graphs
+    tensors = ((name, tensor) for name, tensor in _tensors(files) if wanted(name))
     try:
-        reload_weights(vllm_config, plain, _tensors(files), weights_path=None, is_checkpoint_format=True)
+        reload_weights(vllm_config, plain, tensors, weights_path=None, is_checkpoint_format=True)
     except Exception as error:  # after any error the drafter is half loaded
         raise RuntimeError(f"{called(folder)}: loading the drafter broke off half-way: {error!r}") from error
 

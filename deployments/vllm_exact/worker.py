@@ -98,19 +98,22 @@ class ExactWorker:
         """
         with set_current_vllm_config(self.vllm_config):  # as vLLM's own `Worker.reload_weights`
             lora.keep_adapters(self.model_runner, partial(load_in_place, self.model_runner, folder))
-            if (source := self._drafter_source(folder)) is not None:
-                load_drafter(self.vllm_config, self._proposer.model, source)
+            self._load_drafter(folder)
         self._drafter_lost = False
 
-    def _drafter_source(self, folder: str) -> str | None:
-        """Returns the folder of the drafter's weights, after a load of this one; None if it keeps those it has."""
-        settings = self.vllm_config.speculative_config
-        if getattr(self._proposer, "model", None) is None:
-            return None
-        if settings.method == "mtp":
-            has_them = any(predicts_further(name, self._layers) for name in tensors_of(folder))
-            return folder if has_them else None
-        return settings.draft_model_config.model if self._drafter_lost else None
+    def _load_drafter(self, folder: str) -> None:
+        """Loads the drafter's weights, after a load of this folder, unless it keeps those that it has."""
+        settings, drafter = self.vllm_config.speculative_config, getattr(self._proposer, "model", None)
+        further = partial(predicts_further, layers=self._layers)
+        if drafter is None:
+            return
+        if settings.method == "mtp" and any(map(further, tensors_of(folder))):
+            load_drafter(self.vllm_config, drafter, folder)
+        elif settings.method == "mtp" and self._drafter_lost:
+            # Its other layers are the model's, which has newer weights than this folder.
+            load_drafter(self.vllm_config, drafter, self.model_config.model, further)
+        elif self._drafter_lost:
+            load_drafter(self.vllm_config, drafter, settings.draft_model_config.model)
 
     def hold_adapter(self, number: int, folder: str) -> str | None:
         """Loads a folder's adapter under a number. Returns why it must then be dropped, or None."""

@@ -123,3 +123,26 @@ def test_a_gpu_whose_memory_another_process_has_refuses_to_wake():
     reason = "the memory of the {0} is not to be had: RuntimeError: CUDA Error: out of memory for ['{0}']"
     for tag in ("weights", "kv_cache"):
         assert GpuRank().attempt("wake", tag) == (None, reason.format(tag))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("has_further", [False, True])
+def test_a_drafter_whose_memory_slept_is_loaded_also_where_the_trainer_has_no_layers_of_it(
+    monkeypatch, lost, has_further
+):
+    """Multi-token prediction went on with what was in the memory: no draft was right after the first sleep."""
+    loads = []
+    held = {"model.layers.0.weight": None} | ({"model.layers.2.weight": None} if has_further else {})
+    monkeypatch.setattr(worker, "tensors_of", lambda folder: held)
+    monkeypatch.setattr(worker, "load_drafter", lambda config, model, *given: loads.append(given))
+    rank = Rank(0)
+    rank._proposer, rank._drafter_lost = SimpleNamespace(model="drafter"), lost
+    rank.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method="mtp"))
+    rank.model_config = SimpleNamespace(model="/model", hf_text_config=SimpleNamespace(num_hidden_layers=2))
+    rank._load_drafter("/w1")
+    if has_further or not lost:
+        assert loads == ([("/w1",)] if has_further else [])
+    else:
+        ((folder, wanted),) = loads
+        names = "model.layers.1.weight", "model.layers.2.weight", "mtp.fc.weight", "model.embed_tokens.weight"
+        assert folder == "/model" and list(map(wanted, names)) == [False, True, True, False]
