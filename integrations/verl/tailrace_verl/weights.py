@@ -65,12 +65,24 @@ def share_of(tensors: Tensors, rank: int, given: dict[int, int]) -> Iterator[tup
 
 
 async def _agreed(server, rank: int, global_steps: int | None) -> tuple[list[str], WeightsUpdate]:
-    """Returns the node of each rank, and the update, which the first rank asks for."""
-    own = this_node(), await server.next_weights.remote(global_steps) if rank == 0 else None
+    """Returns the node of each rank, and the update, which the first rank asks for. Raises its error there, and
+    RuntimeError on the others.
+    """
+    update, error = None, None
+    if rank == 0:
+        try:
+            update = await server.next_weights.remote(global_steps)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for it
+            error = raised
+    own = this_node(), update
     met = [own]
     if distributed.is_initialized():
         met = [None] * distributed.get_world_size()
         distributed.all_gather_object(met, own)
+    if error is not None:
+        raise error
+    if met[0][1] is None:
+        raise RuntimeError("the trainer's first rank got no version of the weights; its own error says why")
     return [node for node, _ in met], met[0][1]
 
 

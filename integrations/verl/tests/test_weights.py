@@ -68,6 +68,28 @@ async def test_a_rank_that_cannot_keep_a_tensor_gathers_to_the_end(tmp_path, mon
     assert not list(tensors), "the other ranks wait in the next gather"
 
 
+@pytest.mark.parametrize(("rank", "fault"), [(0, "the service is gone"), (1, "its own error says why")])
+async def test_no_rank_waits_for_a_first_one_that_got_no_version(monkeypatch, rank, fault):
+    async def next_weights(global_steps):
+        raise ValueError("the service is gone")
+
+    gathered = []
+
+    def all_gather_object(met, own):
+        gathered.append(own)
+        met[:] = [("one", None), own] if rank else [own, ("one", None)]
+
+    server = SimpleNamespace(next_weights=SimpleNamespace(remote=next_weights))
+    ranks = {"is_initialized": lambda: True, "get_rank": lambda: rank, "get_world_size": lambda: 2}
+    group = SimpleNamespace(all_gather_object=all_gather_object, **ranks)
+    monkeypatch.setattr(tailrace_verl.weights, "distributed", group)
+    monkeypatch.setattr(tailrace_verl.weights, "this_node", lambda: "one")
+    monkeypatch.setattr(tailrace_verl.weights.ray, "get_actor", lambda name: server)
+    with pytest.raises((ValueError, RuntimeError), match=fault):
+        await send(TENSORS.items(), 3)
+    assert gathered == [("one", None)]
+
+
 @pytest.mark.parametrize(("saved", "unsaved"), [("lm_head.weight", ()), ("other.weight", ("lm_head.weight",))])
 def test_a_tied_head_is_sent_if_the_models_folder_has_it(tmp_path, saved, unsaved):
     assert unsaved_tensors(str(tmp_path / "somebody/model")) == ()
