@@ -95,6 +95,10 @@ class GroupTrainer(GRPOTrainer):
         self._step += 1
         return self._end_step() if is_last else torch.zeros((), device=self.accelerator.device)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs a step with its own loss. Upstream: with its part of a sum, from which NaN is left out or never goes."""
+        super().log(logs | {"loss": self.step_loss} if "loss" in logs else logs, start_time)
+
     def _begin_step(self) -> None:
         step = self.state.global_step
         self._running_step = self._feed.begin(step)
@@ -150,7 +154,7 @@ class GroupTrainer(GRPOTrainer):
         has_none = all(gradient is None for gradient in whole.tensors)  # the optimizer's own moments still move weights
         for parameter, gradient in zip(trained(self.model), whole.tensors, strict=True):
             parameter.grad = torch.zeros_like(parameter) if has_none else gradient
-        self.mismatch = whole.mismatch
+        self.mismatch, self.step_loss = whole.mismatch, whole.loss.item()
         self._feed.end(self.state.global_step)
         return whole.loss
 

@@ -17,8 +17,7 @@ OURS = (
     "output_dir", "max_steps", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
     "steps_per_generation", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "learning_rate", "seed",
     "repetition_penalty", "generation_kwargs", "use_vllm", "disable_dropout", "vllm_importance_sampling_correction",
-    "ignore_data_skip", "logging_strategy", "logging_steps", "logging_nan_inf_filter", "save_strategy", "save_steps",
-    "disable_tqdm", "use_cpu",
+    "ignore_data_skip", "logging_strategy", "logging_steps", "save_strategy", "save_steps", "disable_tqdm", "use_cpu",
 )  # fmt: skip
 """Settings that the run itself sets, see `trl_settings.settings_of`."""
 

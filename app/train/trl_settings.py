@@ -35,7 +35,6 @@ def settings_of(config: TrainConfig, checkpoints: str) -> dict[str, Any]:
         "ignore_data_skip": True,
         "logging_strategy": "steps",  # a row of the ledger is made from each log
         "logging_steps": 1,
-        "logging_nan_inf_filter": False,  # else a loss of NaN is logged as 0
         "save_strategy": "steps",
         "save_steps": config.checkpoint_every,
         "disable_tqdm": True,

@@ -1,6 +1,8 @@
 """Modes of the learner with TRL's real trainer: what may not change the weights, and what may."""
 
+import math
 import threading
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -289,6 +291,19 @@ def test_groups_whose_answers_had_one_reward_are_counted_and_move_weights_as_bef
     assert [row.groups_without_gradient for row in computed] == [0, 0, 0]
     assert 3 in [row.groups_without_gradient for row in rows[1:]] and rows[0].groups_without_gradient < 3
     assert len({row.weights_checksum for row in rows}) == 3
+
+
+def test_a_loss_that_is_no_number_is_that_of_its_step_alone(small_model, tmp_path, by_turns, monkeypatch):
+    own = GroupTrainer._gradient_of
+
+    def without_number(self, model, inputs):
+        found = own(self, model, inputs)
+        return replace(found, loss=found.loss * math.nan) if self.state.global_step == 1 else found
+
+    monkeypatch.setattr(GroupTrainer, "_gradient_of", without_number)
+    rows, _ = trained(small_model, tmp_path / "run", mode="sync")
+    assert math.isnan(rows[1].loss)
+    assert certificate([rows[0], rows[2]]) == [by_turns[0], by_turns[2]]
 
 
 def test_an_entropy_bonus_is_refused_where_it_would_be_scaled(small_model, tmp_path):
