@@ -134,7 +134,10 @@ def _of_file(config: TaskConfig) -> Iterable[tuple[str | list, str | None, None]
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield _of_line(line, answered)
+                found = _of_line(line, answered)
+                if not config.chat and isinstance(found[0], list) and len(found[0]) > 1:
+                    raise ValueError("prompt: several messages need the chat template; task.chat: false takes text")
+                yield found
             except ValueError as error:
                 raise BadInput(f"{path} line {number}: {error}") from error
 

@@ -65,6 +65,17 @@ def test_a_question_has_the_same_name_in_every_run(tmp_path):
     assert (bare.question_id, bare.prompt) == ("4ce8d7c7ff2c677c", "1+1= Think.")
 
 
+def test_without_the_chat_template_no_message_is_left_out(tmp_path):
+    path, user = tmp_path / "chats.jsonl", {"role": "user", "content": "1+1="}
+    path.write_text(json.dumps({"prompt": [user], "answer": 2}) + "\n")
+    (question,) = read_task(TaskConfig(prompts=path, held_out=0, chat=False)).train
+    assert question.prompt == "1+1="
+    path.write_text(json.dumps({"prompt": [{"role": "system", "content": "Be brief."}, user], "answer": 2}) + "\n")
+    with pytest.raises(BadInput, match="line 1: prompt: several messages need the chat template"):
+        read_task(TaskConfig(prompts=path, held_out=0, chat=False))
+    assert len(read_task(TaskConfig(prompts=path, held_out=0)).train[0].prompt) == 2
+
+
 def test_prompts_of_a_file_with_a_pattern_for_answers(tmp_path):
     path = tmp_path / "sums.jsonl"
     lines = [{"prompt": f"{a}+{a}=", "answer": 2 * a} for a in range(6)]
