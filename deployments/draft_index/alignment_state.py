@@ -40,6 +40,11 @@ class AlignmentState:
         self.features = np.zeros((1, NOTED_TOKENS, CANDIDATES, FEATURES), np.float32)
         self.seen = np.zeros((1, NOTED_TOKENS, CANDIDATES + 1), np.int32)
 
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the arrays."""
+        return sum(array.nbytes for array in (self.kept, self.marks, self.counts, self.features, self.seen))
+
     def add(self) -> int:
         """Returns a new row."""
         if self.used == len(self.counts):

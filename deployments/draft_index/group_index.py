@@ -121,8 +121,8 @@ class GroupIndex:
 
     @property
     def whole_nbytes(self) -> int:
-        """Returns the number of bytes, with history."""
-        return self.nbytes + (0 if self._past is None else self._past.nbytes)
+        """Returns the number of bytes, with history and the state of its drafted samples."""
+        return self.nbytes + self._followers.nbytes + (0 if self._past is None else self._past.nbytes)
 
     def known(self, sample_index: int) -> int:
         """Returns the number of known answer tokens of a sample: the end of the last `extend`."""

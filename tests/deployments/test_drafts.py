@@ -8,11 +8,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from tailrace.deployments.draft_index.group_index import GroupIndex
 from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafting.drafts import EngineDrafts
 from tailrace.deployments.drafting.group_indexes import GroupIndexes
 from tailrace.deployments.messages.chunk import ChunkRequest
-from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer, Source
+from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer, Piece, Source
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
@@ -199,8 +200,45 @@ def test_histories_of_idle_groups_count_as_memory_and_the_group_used_last_stays(
     for group in reversed(used):
         groups.close(group)
     groups.open(GroupRef("another", "key"), 1, PROMPT)
-    assert GroupRef("first", "key") in groups._groups and GroupRef("third", "key") not in groups._groups
+    assert GroupRef("first", "key") in groups._idle and GroupRef("third", "key") not in groups._idle
     assert groups.nbytes <= 2**20 + 100_000
+    groups.close_all()
+
+
+class Late:
+    """A feed that brings tokens of a group once nothing of it runs any more."""
+
+    def __init__(self, *late: Piece):
+        self._late = list(late)
+
+    def take(self) -> list[Fetched]:
+        late, self._late = self._late, []
+        return [Fetched(piece.group, [piece], []) for piece in late]
+
+    def hold(self, *_):
+        pass
+
+    rest = release = hold
+
+
+def test_sizes_of_idle_groups_are_counted_once_and_again_if_they_have_grown(monkeypatch):
+    """There can be 100,000 of them: reading each one's size took a quarter of a second of the engine's thread."""
+    refs = [GroupRef(f"b/{number}", "key") for number in range(12)]
+    feed = Late(Piece(refs[0], 3, 0, np.arange(9_000, dtype=np.int32)))
+    groups = GroupIndexes(DraftConfig(method="group", index_mib=1), feed, 1 << 20)
+    for ref in refs:
+        groups.close(groups.open(ref, 0, PROMPT))
+    few = groups.nbytes
+    groups.receive()
+    every = [group.index for group in groups._idle.values()]
+    assert groups.nbytes == sum(index.whole_nbytes for index in every) > few + 100_000
+    assert groups.tokens == sum(index.tokens for index in every) == 12 * len(PROMPT) + 9_000
+    read = []
+    monkeypatch.setattr(GroupIndex, "whole_nbytes", property(lambda index: read.append(index) or 40_000))
+    again = groups.open(refs[0], 0, PROMPT)
+    groups.open(GroupRef("b/new", "key"), 0, PROMPT)
+    groups.close(again)
+    assert groups.nbytes and groups.tokens and len(read) < 6
     groups.close_all()
 
 
