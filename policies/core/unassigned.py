@@ -1,6 +1,8 @@
 """Groups whose samples are not queued yet: no replica is ready to bind them to, or their bound replica leaves.
 
-Invariant: a group is here at most once, and leaves when a replica is ready. Called by `RolloutCore` alone.
+Invariant: a group is here at most once, and leaves when a replica is ready. Its samples that end under older weights do
+not wait for that: the replica that keeps these weights may be the only one, and takes others after them. Called by
+`RolloutCore` alone.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,10 +39,10 @@ class UnassignedGroups:
     def bind(self) -> list[Sample]:
         """Binds every group to a ready replica, if the ordering binds groups.
 
-        Returns the samples to queue; none until a replica is ready.
+        Returns the samples to queue; until a replica is ready, those of older weights that are kept for them.
         """
         if not self._groups or not (ready := self._table.ready()):
-            return []
+            return self._kept() if self._table.kept else []
         groups, self._groups = self._groups, {}
         homes, found = self._homes(groups, ready), []
         for group in groups:
@@ -50,6 +52,10 @@ class UnassignedGroups:
                     sample.home = group.home
                     found.append(sample)
         return found
+
+    def _kept(self) -> list[Sample]:
+        samples = (sample for group in self._groups for sample in group.samples if sample.state is WAITING)
+        return [sample for sample in samples if sample.first_version in self._table.kept]
 
     def _homes(self, groups: Iterable[Group], ready: list[str]) -> Callable[[Group], str | None]:
         """Returns the function that gives each group its home: `homes` of an ordering that binds whole batches, else

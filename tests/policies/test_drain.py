@@ -264,3 +264,39 @@ def test_a_group_that_is_bound_anew_leaves_the_queue_of_its_older_weights():
             end(3.5 + count, chunk_id)
         turn(3.6 + count)
     assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
+
+
+@pytest.mark.parametrize("ordering", ["seer", "group_static"])
+def test_a_sample_whose_group_waits_for_a_replica_ends_on_the_only_one_under_its_older_weights(ordering):
+    """The replica came back with the weights, and they change before the group is bound again."""
+    policies = Policies(kv_on_update="finish", ordering=ordering, chunking={"type": "fixed", "chunk_tokens": 16})
+    core = RolloutCore(policies)
+    joins(core, "a", 0)
+    submit(core, ev.GroupSpec("old", 16, 2, 48))
+    first, other = starts(tick(core))
+    ends(core, first)
+    ends(core, other, "stop")
+    core.observe(ev.ReplicaLeft(0.0, "a", "gone"))
+    joins(core, "a", 0)
+    core.observe(ev.WeightsChanged(0.0, 1))
+    submit(core, ev.GroupSpec("new", 16, 1, 16), batch_id="c")
+    for _ in range(2):
+        (running,) = starts(tick(core))
+        assert (running.sample_id, running.weights_version) == (first.sample_id, 0)
+        ends(core, running)
+    tick(core)
+    assert not core.replicas.kept
+    joins(core, "a", 1)
+    (fresh,) = starts(tick(core))
+    assert (fresh.sample_id, fresh.weights_version) == ("new#0", 1)
+
+
+def test_a_batch_that_comes_back_as_the_only_replica_is_to_load_other_weights_ends_under_its_own():
+    core = core_of("a")
+    core.observe(ev.WeightsChanged(0.0, 1))
+    submit(core, ev.GroupSpec("old", 16, 1, 32, begun=(ev.Begun(0, 16, False, 0),)))
+    (running,) = starts(tick(core))
+    assert (running.replica_id, running.weights_version, running.start) == ("a", 0, 16)
+    ends(core, running)
+    tick(core)
+    assert not core.replicas.kept
