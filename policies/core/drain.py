@@ -62,13 +62,17 @@ class Drain:
         """Returns the older version under which a waiting sample is to continue, or None for the newest: it has not
         begun, or no replica that keeps its weights could take its next chunk.
         """
-        version, need = sample.first_version, -(-sample.need_tokens // STEP_TOKENS) * STEP_TOKENS
-        rooms = map(self._table.whole_tokens, self.open_to(version) if version in self._table.kept else ())
-        return version if max(rooms, default=0) >= need else None
+        version = sample.first_version
+        return version if version in self._table.kept and self._fits(sample, self.open_to(version)) else None
+
+    def _fits(self, sample: Sample, replicas: Iterable[str]) -> bool:
+        """Returns whether one of these replicas has room for a sample's next chunk, rounded up as queues do."""
+        need = -(-sample.need_tokens // STEP_TOKENS) * STEP_TOKENS
+        return max(map(self._table.whole_tokens, replicas), default=0) >= need
 
     def look(self) -> list[Sample] | None:
-        """Lets go of idle replicas. Returns waiting samples whose weights no replica keeps any more: they continue
-        under the newest; None if all are kept.
+        """Lets go of idle replicas. Returns the waiting samples that are to be queued again, or None if there are none:
+        those whose weights no replica keeps any more, which continue under the newest, and strays.
         """
         if not self._each:
             return None
@@ -81,7 +85,9 @@ class Drain:
         ended = [version for version in self._each if version not in self._table.kept]
         for version in ended:
             del self._each[version]
-        return [sample for version in ended for sample in self._waiting.evict(version)] if ended else None
+        evicted = [sample for version in ended for sample in self._waiting.evict(version)]
+        strays = [sample for version in sorted(self._table.kept) for sample in self._strays(version)]
+        return [*evicted, *strays] if ended or strays else None
 
     def starts(self) -> Iterator[tuple[Sample, str, str]]:
         """Yields each sample that ends under older weights and can start now, its replica and the reason; it is to be
@@ -111,9 +117,20 @@ class Drain:
 
     def _is_over(self, version: int) -> bool:
         """Returns whether no sample of a version waits or runs. O(samples), asked of idle replicas."""
-        if self._waiting.waiting_at(version) or any(map(self._table.running, self._table.kept[version])):
+        if not self._is_idle(version):
             return False
-        return not any(one.first_version == version for one in self._unended())
+        begun, kept = (one for one in self._unended() if one.first_version == version), self._table.kept[version]
+        return all(one in self._waiting and not self._fits(one, kept) for one in begun)
+
+    def _is_idle(self, version: int) -> bool:
+        return not (self._waiting.waiting_at(version) or any(map(self._table.running, self._table.kept[version])))
+
+    def _strays(self, version: int) -> list[Sample]:
+        """Returns the samples of a version that wait for others' replicas while those that keep it are idle. None of
+        these could take them as they were queued, since all were set aside.
+        """
+        waiting = self._waiting.samples() if self._is_idle(version) else ()
+        return [one for one in waiting if one.first_version == version and self.kept_version(one) is not None]
 
     def _shrink(self, version: int) -> None:
         """Empties the cheapest replicas of a version: those with the fewest samples, of these the shortest."""

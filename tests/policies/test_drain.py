@@ -300,3 +300,25 @@ def test_a_batch_that_comes_back_as_the_only_replica_is_to_load_other_weights_en
     ends(core, running)
     tick(core)
     assert not core.replicas.kept
+
+
+def test_samples_that_were_queued_while_their_only_replica_was_set_aside_end_there_under_its_weights():
+    """Else they wait for a replica of the newest weights, which that one takes after them."""
+    core = core_of("a")
+    submit(core, ev.GroupSpec("old", 16, 4, 48))
+    for one in starts(tick(core)):
+        ends(core, one)
+    *failing, last = starts(tick(core))
+    for one in failing:
+        core.observe(ev.ChunkFailed(0.0, one.chunk_id, "fell over"))
+    assert core.replicas.aside("a")
+    core.observe(ev.WeightsChanged(0.0, 1))
+    ends(core, last)
+    assert not starts(core.decide(ev.Tick(1.0))) and core.replicas.keeps("a")
+    for now in (60.0, 61.0, 62.0):
+        for one in starts(core.decide(ev.Tick(now))):
+            assert (one.replica_id, one.weights_version) == ("a", 0)
+            ends(core, one)
+    assert core.counts()["waiting"] == 0
+    core.decide(ev.Tick(63.0))
+    assert not core.replicas.kept
