@@ -53,6 +53,11 @@ def keep_token_private(environment: Mapping[str, str]) -> None:
 DEPLOY_S = 600.0
 """Maximum seconds to wait for a deployment in progress: a large model takes minutes to load."""
 
+ANSWERS = "RUNNING", "UNHEALTHY"
+"""Statuses of an application that takes calls. Serve names it unhealthy from the loss of a replica until another one
+has taken its place, which may never be.
+"""
+
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """File in which Ray records the address that `auto` means."""
 
@@ -115,7 +120,7 @@ def _await_application(address: str, app_name: str) -> None:
         if application is None:
             mend = "run `serve deploy serve.yaml` first"
             raise Unreachable(f"--address {address}: no application {app_name!r} there; {mend}")
-        if application.status == "RUNNING":
+        if application.status in ANSWERS:
             return
         if application.status == "DEPLOY_FAILED":
             raise Failed(f"application {app_name!r} could not be deployed: {_reason(application.message)}")

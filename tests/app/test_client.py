@@ -177,6 +177,16 @@ def test_connect_refuses_another_cluster_than_the_connected_one(monkeypatch, add
         cluster.connect(address)
 
 
+def test_a_service_that_has_lost_an_engine_is_connected_to_at_once(monkeypatch):
+    found = SimpleNamespace(applications={"mine": SimpleNamespace(status="UNHEALTHY")})
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=SimpleNamespace(status=lambda: found)))
+    monkeypatch.setattr(cluster, "DEPLOY_S", 0.0)
+    cluster._await_application("auto", "mine")
+    found.applications["mine"].status = "DEPLOYING"
+    with pytest.raises(TimeoutError, match="application 'mine' is still DEPLOYING"):
+        cluster._await_application("auto", "mine")
+
+
 def test_ray_s_token_is_readable_to_its_owner_alone(tmp_path):
     token = tmp_path / "auth_token"
     cluster.keep_token_private({"RAY_AUTH_TOKEN_PATH": str(token)})  # none yet
