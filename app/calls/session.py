@@ -140,8 +140,12 @@ class RolloutSession:
         that has no answer; another call yields the others.
         """
         while self._unread:
-            task = await self._ended.get()
-            self._unread -= 1
+            self._unread -= 1  # another reader may wait for the last one, too
+            try:
+                task = await self._ended.get()
+            except asyncio.CancelledError:
+                self._unread += 1
+                raise
             yield task.result()
 
     async def cancel(self, group: str | None = None, index: int | None = None) -> int:

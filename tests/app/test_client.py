@@ -19,7 +19,7 @@ from tailrace.deployments.messages.rollout import BatchSettings
 
 
 class Scripted:
-    """Two calls like the client's."""
+    """Calls like the client's, and one of a session."""
 
     def __init__(self):
         self.closed = False
@@ -45,6 +45,11 @@ class Scripted:
             self.closed = True
 
     count_blocking = blocking_iterator(count)
+
+    async def generate(self, settings, request) -> int:
+        """The index of the sample."""
+        await asyncio.sleep(0.01)
+        return request.index
 
 
 def test_every_call_of_the_client_has_a_blocking_twin():
@@ -146,6 +151,26 @@ def test_requests_of_several_threads_are_different_samples():
     finally:
         sys.setswitchinterval(interval_s)
     assert sorted(asked) == list(range(100))
+
+
+def test_several_readers_of_a_session_share_its_answers_and_all_end():
+    async def scenario() -> None:
+        session = RolloutSession(Scripted(), BatchSettings(batch_id="s"), lambda beat: None)
+        for _ in range(5):
+            session.submit((1, 2))
+
+        async def read() -> list[int]:
+            return [answer async for answer in session.samples()]
+
+        left = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(*(read() for _ in range(3)))
+        assert sorted(index for some in answers for index in some) == [0, 1, 2, 3, 4]
+
+    asyncio.run(scenario())
 
 
 def test_a_driver_catches_the_built_in_errors():
