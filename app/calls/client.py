@@ -24,7 +24,7 @@ from tailrace.app.calls.driver_spans import DriverSpans
 from tailrace.app.calls.otlp import otlp_wanted
 from tailrace.app.calls.own_adapters import CoordinatorAdapters, OwnAdapters
 from tailrace.app.calls.own_loads import OwnLoads
-from tailrace.app.calls.own_weights import OwnWeights
+from tailrace.app.calls.own_weights import OwnWeights, served_version
 from tailrace.app.calls.publish_calls import PublishCalls
 from tailrace.app.calls.refused import accepted
 from tailrace.app.calls.resume import Heartbeat
@@ -79,7 +79,7 @@ class RolloutClient:
         self.app_name, self._heartbeat = app_name, heartbeat
         self._connection = connection = connect(handle, Role(role), resume_s)
         self._staging = Staging(connection.role, app_name)
-        self._weights = OwnWeights(partial(connection.ask, "update_weights"))
+        self._weights = OwnWeights(partial(connection.ask, "update_weights"), partial(served_version, connection.ask))
         self._adapters = OwnAdapters(CoordinatorAdapters(connection))
         loads = OwnLoads(self._weights, self._adapters)
         self._batches = BatchStreams(connection, loads, heartbeat)

@@ -2,16 +2,19 @@
 
 from collections.abc import Awaitable, Callable
 
+from tailrace.app.calls.refused import WeightsRejected
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.messages.scores import Score
 from tailrace.deployments.messages.status import ServiceSnapshot
 
 
 class OwnWeights:
-    """`load`: has the service load a version from a source, with a digest or an empty one, and a score if given."""
+    """`load`: has the service load a version from a source, with a digest or an empty one, and a score if given.
+    `served`: returns the version that the service holds.
+    """
 
-    def __init__(self, load: Callable[..., Awaitable[WeightsLoaded]]):
-        self._load = load
+    def __init__(self, load: Callable[..., Awaitable[WeightsLoaded]], served: Callable[[], Awaitable[int]]):
+        self._load, self._served = load, served
         self._last: tuple[int, str, str] | None = None  # version, source, digest
 
     @property
@@ -39,10 +42,19 @@ class OwnWeights:
         return await self.update(int(version), status.weights_source, status.weights_digest)
 
     async def restore(self, wanted: int | None, lowest: int = 0) -> bool:
-        """Loads them again. Returns False if there are none, or if a request wants another version or `lowest` and
-        these are lower.
+        """Loads them again, unless the service has later ones by then. Returns False if there are none, or if a request
+        wants another version or `lowest` and these are lower.
         """
         if self._last is None or wanted not in (None, self.version) or self.version < lowest:
             return False
-        await self.update(*self._last)
+        try:
+            await self.update(*self._last)
+        except WeightsRejected:
+            if wanted is not None or await self._served() <= self.version:
+                raise  # else another client was quicker
         return True
+
+
+async def served_version(ask: Callable[..., Awaitable]) -> int:
+    """Returns the version that the service holds. `ask`: calls the coordinator, by name."""
+    return (await ask("status")).weights_version

@@ -26,12 +26,12 @@ class GatewayWeights:
     """Remembers the client's last update, which no request may run below."""
 
     def __init__(self, connection: GatewayConnection):
-        self._connection, self._own = connection, OwnWeights(partial(_load, connection))
+        self._connection = connection
+        self._own = OwnWeights(partial(_load, connection), partial(_served, connection))
 
     async def info(self) -> WeightInfo:
         """Returns version and digest of the weights that are served."""
-        found = await self._connection.ask("GET", "/weight_info")
-        return WeightInfo(version=int(found["weight_version"]), digest=found["weights_digest"])
+        return await _info(self._connection)
 
     async def update(self, version: int, source: str) -> WeightsLoaded:
         """Has the service load the folder `source`. Raises WeightsRejected."""
@@ -55,6 +55,15 @@ class GatewayWeights:
         if self._own.version < lowest or not await self._own.restore(None):
             raise refused
         raise Interrupted(refused)
+
+
+async def _info(connection: GatewayConnection) -> WeightInfo:
+    found = await connection.ask("GET", "/weight_info")
+    return WeightInfo(version=int(found["weight_version"]), digest=found["weights_digest"])
+
+
+async def _served(connection: GatewayConnection) -> int:
+    return (await _info(connection)).version
 
 
 async def _load(connection: GatewayConnection, version: int, source: str, digest: str) -> WeightsLoaded:

@@ -326,6 +326,28 @@ def test_a_service_that_was_restarted_gets_the_last_weights_again():
     assert len(service.named("update_weights")) == 1, "the batch asks for others"
 
 
+@pytest.mark.parametrize(("served", "wanted", "goes_on"), [(6, None, True), (3, None, False), (6, 4, False)])
+def test_a_batch_goes_on_if_another_client_has_given_a_restarted_service_later_weights(served, wanted, goes_on):
+    refusal = [Rejected(reason="old", by=RejectedBy.WEIGHTS)]
+    overtaken = Rejected(reason="weights version 4 is below 6; versions only grow")
+    service = Service(
+        update_weights=[loaded(4), overtaken],
+        rollout=[refusal, [group("p")]],
+        status=[SimpleNamespace(weights_version=served)],
+    )
+    client = client_of(service)
+
+    async def story():
+        await client.update_weights(4, "folder")
+        return await rolled(client, batch_of("p", weights_version=wanted))
+
+    if goes_on:
+        assert run(story()) == ["p"]
+        return
+    with pytest.raises(WeightsRejected, match="below 6"):
+        run(story())
+
+
 def test_the_last_source_of_a_version_is_loaded_again_and_without_an_update_no_version_is_demanded():
     refusal = [Rejected(reason="old", by=RejectedBy.WEIGHTS)]
     service = Service(update_weights=[loaded(4), loaded(4, "e")], rollout=[[group("p")], refusal, [group("p")]])
