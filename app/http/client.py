@@ -59,9 +59,9 @@ class Client:
     """`url`: the gateway's address. `token`: one of its `tokens_file`, whose role decides which calls are allowed.
 
     `resume_s`: seconds for which a call waits for a service that is unreachable or full. `max_open`: maximum number of
-    open requests; a group of a batch is one. `transport`: httpx's, for other ways than sockets. May be used from any
-    thread; `close()` is optional. A forked process may use it too, and it may be pickled, with its token; each process
-    makes its own connections.
+    open requests for samples; a group of a batch is one. `transport`: httpx's, for other ways than sockets. May be used
+    from any thread; `close()` is optional. A forked process may use it too, and it may be pickled, with its token; each
+    process makes its own connections.
     """
 
     def __init__(

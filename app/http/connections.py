@@ -19,13 +19,22 @@ CONNECT_S = 10.0
 KEPT_IDLE = 64
 """Maximum number of connections that wait for the next request. Each costs the gateway a file descriptor."""
 
+SAMPLED = ("/v1/completions", "/v1/chat/completions")
+"""Paths of requests for samples."""
+
+OTHERS = 64
+"""Maximum number of open requests for anything else. They take no place of samples, which may be waiting for them, as
+for an update of the weights that ends a sleep.
+"""
+
 SILENT_S, PROBES = 30, 4
 """Seconds of silence after which a peer is probed, and number of probes, as far apart, after which it is given up."""
 
 
 class Connections:
-    """`url`: the gateway's address. `token`: bearer token, or None. `max_open`: maximum number of open requests; others
-    wait here. `transport`: httpx's, in place of sockets. `close()` ends all of them; so does the garbage collector.
+    """`url`: the gateway's address. `token`: bearer token, or None. `max_open`: maximum number of open requests for
+    samples; others wait here. `transport`: httpx's, in place of sockets. `close()` ends all of them; so does the
+    garbage collector.
     """
 
     def __init__(self, url: str, token: str | None, max_open: int, transport: httpx.AsyncBaseTransport | None = None):
@@ -104,11 +113,11 @@ class Pool:
         self._url, self._transport = url, transport
         self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._tls = ssl.create_default_context() if url.startswith("https:") else False
-        self._places = asyncio.Semaphore(max_open)
+        self._places, self._others = asyncio.Semaphore(max_open), asyncio.Semaphore(OTHERS)
         self._idle: list[httpx.AsyncClient] = []
 
     async def ask(self, method: str, path: str, body: dict | None, headers: dict) -> httpx.Response:
-        async with self._places:
+        async with self._places if path in SAMPLED else self._others:
             connection = self._idle.pop() if self._idle else self._new()
             try:
                 return await connection.request(method, path, json=body, headers=headers)

@@ -459,6 +459,31 @@ def test_at_most_max_open_requests_are_open_and_connections_are_used_again(gatew
     assert asyncio.run(story()) == 200 and most == len(made) == 5
 
 
+def test_an_update_waits_for_no_sample(gateway):
+    """It waited for the end of all samples that were asked for before; those of a service that sleeps wait for it."""
+    updated = []
+
+    async def answer(request):
+        while request.url.path == "/v1/completions" and not updated:
+            await asyncio.sleep(0.001)
+        found = await gateway._answer(request)
+        updated.extend([True] if request.url.path == "/update_weights" else [])
+        return found
+
+    client = Client("http://gateway", "a-token", max_open=1, transport=httpx.MockTransport(answer))
+
+    async def story() -> int:
+        async with asyncio.timeout(20):
+            session = client.open()
+            for number in range(3):
+                session.submit((1,), group=str(number))
+            await asyncio.sleep(0.05)
+            await client.update_weights(1, "/w/1")
+            return len([answer async for answer in session.samples()])
+
+    assert asyncio.run(story()) == 3
+
+
 def test_a_full_gateway_ends_no_version_of_a_trainer_s_weights(monkeypatch):
     """One answer 429 ended the version for all ranks."""
     answers = [refusal(429, "2000 requests are open")] * 2 + [httpx.Response(200, json={"weight_version": "7"})]
