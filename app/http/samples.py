@@ -82,6 +82,7 @@ class GatewaySamples:
             await self._weights.expect(settings.weights_version)
         path, body = bodies.request_of(group, count)
         headers = bodies.named(settings, group.prompt_id, index, turn, hold_s)
+        lowest = self._weights.lowest(settings)
         try:
             found = await self._connection.once("POST", path, body, headers)
         except BeyondContext:
@@ -94,5 +95,5 @@ class GatewaySamples:
             has_it = await self._adapters.restore([group.adapter], settings.min_adapter_versions)
             raise Interrupted(error) if has_it else error from None
         answers = bodies.answers_of(found, settings, group.prompt_id)
-        await self._weights.check(settings, answers)
+        await self._weights.check(lowest, answers)
         return answers

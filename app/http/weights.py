@@ -43,11 +43,14 @@ class GatewayWeights:
         if served != version and (served > version or not await self._own.restore(version)):
             raise RolloutRejected(f"weights_version {version} is asked for, and the service holds {served}")
 
-    async def check(self, settings: BatchSettings, answers: list[SampleAnswer]) -> None:
-        """Raises an error if tokens are of lower weights than the settings or this client's last update allow:
-        Interrupted if the service has these again, RolloutRejected otherwise.
+    def lowest(self, settings: BatchSettings) -> int:
+        """Returns the lowest version under which a request may begin that is sent now."""
+        return max(settings.min_weights_version, self._own.version)
+
+    async def check(self, lowest: int, answers: list[SampleAnswer]) -> None:
+        """Raises an error if tokens are of lower weights than `lowest`, as of their request: Interrupted if the service
+        has these again, RolloutRejected otherwise. A sample in flight keeps its tokens when this client updates.
         """
-        lowest = max(settings.min_weights_version, self._own.version)
         made_by = min((part.weights_version for one in answers for part in one.sample.segments), default=lowest)
         if made_by >= lowest:
             return

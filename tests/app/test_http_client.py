@@ -484,6 +484,30 @@ def test_an_update_waits_for_no_sample(gateway):
     assert asyncio.run(story()) == 3
 
 
+def test_samples_in_flight_keep_their_tokens_when_their_client_updates_the_weights(gateway):
+    """They were thrown away and made again, after each update."""
+    updated = []
+
+    async def answer(request):
+        found = await gateway._answer(request)  # under the weights before
+        while request.url.path == "/v1/completions" and not updated:
+            await asyncio.sleep(0.001)
+        updated.extend([True] if request.url.path == "/update_weights" else [])
+        return found
+
+    client = Client("http://gateway", "a-token", transport=httpx.MockTransport(answer))
+
+    async def story() -> list[int]:
+        asking = asyncio.ensure_future(client.open().generate((1,), group="g"))
+        while not gateway.seen:
+            await asyncio.sleep(0.001)
+        await client.update_weights(1, "/w/1")
+        return [(await one).sample.token_ids[3] for one in (asking, client.open().generate((1,), group="g"))]
+
+    assert asyncio.run(story()) == [0, 1]
+    assert [path for path, _, _ in gateway.seen] == ["/v1/completions", "/update_weights", "/v1/completions"]
+
+
 def test_a_full_gateway_ends_no_version_of_a_trainer_s_weights(monkeypatch):
     """One answer 429 ended the version for all ranks."""
     answers = [refusal(429, "2000 requests are open")] * 2 + [httpx.Response(200, json={"weight_version": "7"})]
