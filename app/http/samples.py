@@ -95,5 +95,5 @@ class GatewaySamples:
             has_it = await self._adapters.restore([group.adapter], settings.min_adapter_versions)
             raise Interrupted(error) if has_it else error from None
         answers = bodies.answers_of(found, settings, group.prompt_id)
-        await self._weights.check(lowest, answers)
+        await self._weights.check(settings, lowest, answers)
         return answers

@@ -41,18 +41,22 @@ class GatewayWeights:
         """Raises RolloutRejected if other weights are served, and this client cannot load them."""
         served = (await self.info()).version
         if served != version and (served > version or not await self._own.restore(version)):
-            raise RolloutRejected(f"weights_version {version} is asked for, and the service holds {served}")
+            raise _refused(version, served)
 
     def lowest(self, settings: BatchSettings) -> int:
         """Returns the lowest version under which a request may begin that is sent now."""
         return max(settings.min_weights_version, self._own.version)
 
-    async def check(self, lowest: int, answers: list[SampleAnswer]) -> None:
+    async def check(self, settings: BatchSettings, lowest: int, answers: list[SampleAnswer]) -> None:
         """Raises an error if tokens are of lower weights than `lowest`, as of their request: Interrupted if the service
-        has these again, RolloutRejected otherwise. A sample in flight keeps its tokens when this client updates.
+        has these again, RolloutRejected otherwise, and if samples began under other weights than the settings allow. A
+        sample in flight keeps its tokens when this client updates.
         """
         made_by = min((part.weights_version for one in answers for part in one.sample.segments), default=lowest)
         if made_by >= lowest:
+            begun = {one.sample.segments[0].weights_version for one in answers if one.sample.segments}
+            if settings.weights_version is not None and (others := begun - {settings.weights_version}):
+                raise _refused(settings.weights_version, min(others))
             return
         refused = RolloutRejected(f"the service holds weights {made_by}, and {lowest} or higher is asked for")
         if self._own.version < lowest or not await self._own.restore(None):
@@ -67,6 +71,10 @@ async def _info(connection: GatewayConnection) -> WeightInfo:
 
 async def _served(connection: GatewayConnection) -> int:
     return (await _info(connection)).version
+
+
+def _refused(wanted: int, served: int) -> RolloutRejected:
+    return RolloutRejected(f"weights_version {wanted} is asked for, and the service holds {served}")
 
 
 async def _load(connection: GatewayConnection, version: int, source: str, digest: str) -> WeightsLoaded:

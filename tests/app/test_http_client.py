@@ -484,6 +484,20 @@ def test_an_update_waits_for_no_sample(gateway):
     assert asyncio.run(story()) == 3
 
 
+def test_a_sample_that_began_under_other_weights_than_asked_for_is_refused(gateway):
+    """The version was read before its request waited for its place, and not again."""
+
+    async def answer(request):
+        found = await gateway._answer(request)
+        gateway.version = 1  # another client's update
+        return found
+
+    client = Client("http://gateway", "a-token", transport=httpx.MockTransport(answer))
+    with pytest.raises(RolloutRejected, match="weights_version 0 is asked for, and the service holds 1"):
+        client.open(weights_version=0).generate_blocking((1,))
+    assert client.open(weights_version=1).generate_blocking((1,)).sample.token_ids[3] == 1
+
+
 def test_samples_in_flight_keep_their_tokens_when_their_client_updates_the_weights(gateway):
     """They were thrown away and made again, after each update."""
     updated = []
