@@ -14,6 +14,9 @@ MAX_RETRY_AFTER_S = 60.0
 NO_GATEWAY_S = 60.0
 """Seconds for which answers in another format than a gateway's are tolerated: Serve may be starting one."""
 
+SAMPLE_FAILED = "SampleFailed"
+"""Type of the error 400 for a sample that no engine can run: by itself, whatever else its batch has."""
+
 LOST = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ProxyError)
 """Errors of a connection. Other errors of httpx concern the request, and would recur."""
 
@@ -39,9 +42,10 @@ def error_of(answer: httpx.Response) -> Exception:
         return Interrupted(ConnectionError(text), NO_GATEWAY_S, _pause_s(answer))
     if status == 503:
         return Interrupted(ConnectionError(reason), pause_s=_pause_s(answer))
-    if status == 500:
+    kind = answer.json()["error"].get("type")
+    if status == 500 or kind == SAMPLE_FAILED:
         return GivenUp(reason)
-    if answer.json()["error"].get("type") == TooLargeForQuota.__name__:
+    if kind == TooLargeForQuota.__name__:
         return TooLargeForQuota(reason)
     if status == 400 and answer.json()["error"].get("param") == "max_tokens":
         return BeyondContext(reason)

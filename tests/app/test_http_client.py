@@ -25,7 +25,7 @@ from tailrace.app.calls.refused import (
 from tailrace.app.calls.session import SampleCalls
 from tailrace.app.calls.single_samples import SingleSamples
 from tailrace.app.gateway.chat.requests import ChatRequest
-from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.edge.errors import SampleFailed, error_body, error_of
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
@@ -34,6 +34,7 @@ from tailrace.app.http.trajectory_groups import played_groups
 from tailrace.app.http.weights_answer import told
 from tailrace.app.weights import over_http
 from tailrace.app.weights.over_http import HttpWeights
+from tailrace.deployments.messages.errors import REFUSED
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams, WeightsLoaded
 from tailrace.http import Client
 from tailrace.lab.fuzz.virtual_time import VirtualLoop
@@ -312,6 +313,16 @@ def test_a_sample_that_is_given_up_is_one_failed_sample(gateway):
     (failed,) = [sample for sample in group.samples if sample.finish_reason is SampleEnd.FAILED]
     assert failed.error == "the engine died" and failed.token_ids == ()
     assert {sample.sample_index for sample in group.samples} == {0, 1, 2}
+
+
+def test_a_sample_that_no_engine_can_run_is_one_failed_sample(gateway):
+    """It ended its whole batch, with all groups in flight, as a request that is refused does."""
+    body, status = error_of(SampleFailed(f"{REFUSED}adapter: its folder has other files now"))
+    gateway.script = [httpx.Response(status, json=body)] * 2
+    (group,) = gateway.client(max_open=1).rollout_blocking(batch(groups=batch().groups[:1]))
+    ends = [sample.finish_reason for sample in group.samples]
+    assert status == 400 and len(ends) == 3 and ends.count(SampleEnd.FAILED) == 1
+    assert "adapter: its folder has other files now" in [sample.error for sample in group.samples]
 
 
 def test_what_http_does_not_carry_is_refused_in_one_line(gateway):

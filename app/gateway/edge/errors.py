@@ -123,7 +123,8 @@ def error_of(error: BaseException) -> tuple[dict, int]:
     )
     if isinstance(cause, ValidationError):
         text = line_of(cause.errors(include_input=False, include_url=False))
-    kind = TooLargeForQuota.__name__ if isinstance(cause, TooLargeForQuota) else None
+    own = isinstance(cause, TooLargeForQuota | SampleFailed) and status == 400  # `app.http` reads their names
+    kind = type(cause).__name__ if own else None
     param = "model" if isinstance(cause, UnknownModel) else getattr(cause, "param", None)
     return error_body(status, text, kind, param), status
 
