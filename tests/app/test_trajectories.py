@@ -420,6 +420,26 @@ def test_a_turn_of_another_gateway_that_is_recorded_as_a_trajectory_ends_is_in_i
     asyncio.run(story())
 
 
+def test_a_prompt_again_is_another_sample_while_the_first_one_goes_on_after_a_lost_coordinator(calls):
+    """It got the first one's key, and its answer."""
+
+    async def story():
+        one = gateway(calls)
+        name, _ = await one.open(Role.EVALUATOR, OpenRequest())
+        before = await one.tree(Role.EVALUATOR, name)
+        first = before.begin([1], ())
+        calls.lose()
+        after = await one.tree(Role.EVALUATOR, name)
+        second = after.begin([1], ())
+        assert after is not before and (first.turn, second.turn) == (0, AGAIN)
+        for begun, tree in ((first, before), (second, after)):
+            await one._add(Role.EVALUATOR, tree, turn_of(begun, [2]))
+            tree.begun.discard(begun)
+        assert len(after.turns) == 2 and not after.begun
+
+    asyncio.run(story())
+
+
 def test_a_turn_in_flight_finds_its_place_in_a_tree_that_lacks_its_parent(calls):
     async def story():
         one, other = gateway(calls), gateway(calls)

@@ -109,6 +109,8 @@ class GatewayTrajectories:
         if known is None or known.tree.epoch != state.epoch:
             if count:
                 return await self._read(role, name)
-            known = self._known[name] = KnownTrajectory(TrajectoryTree(state.opening, state.epoch), state.left_s)
+            tree = TrajectoryTree(state.opening, state.epoch)
+            tree.begun = tree.begun if known is None else known.tree.begun  # their requests are open, as before
+            known = self._known[name] = KnownTrajectory(tree, state.left_s)
         known.tree.add(state.turns[len(known.tree.turns) - count :])
         return known
