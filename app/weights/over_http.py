@@ -116,10 +116,11 @@ class HttpWeights:
         pieces = held_pieces(held)
         listed = [(*one.piece.tensor, one.piece.start, one.piece.extent) for one in pieces]
         join = {**named, "score": list(score), "pieces": listed} | self._base()
-        joined = self._call("POST", f"/weights/{version}/join", join)
-        size = min(UPLOAD_BYTES, joined["max_body_bytes"])
-        together = packed(joined["upload"], lambda number: bytes_of(pieces[number].piece), size)
-        with httpx.Client(**self._gateway) as http, ThreadPoolExecutor(CONNECTIONS, "upload") as uploads:
+        patient = self._gateway | {"timeout": TIMEOUT_S + named["timeout_s"]}  # the join waits for the other ranks
+        with httpx.Client(**patient) as http, ThreadPoolExecutor(CONNECTIONS, "upload") as uploads:
+            joined = _ask(http, "POST", f"/weights/{version}/join", json=join)
+            size = min(UPLOAD_BYTES, joined["max_body_bytes"])
+            together = packed(joined["upload"], lambda number: bytes_of(pieces[number].piece), size)
             parts = partial(self._parts, pieces, size, joined["deltas"])
             upload = partial(_upload, http, f"/weights/{version}/pieces", named["rank"], size)
             for _ in uploads.map(upload, map(parts, together)):  # raises the first error, and begins no other request

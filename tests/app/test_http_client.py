@@ -594,3 +594,20 @@ def test_a_harness_that_awaits_a_cancelled_task_ends_its_own_trajectory_alone():
         assert found["ends"] is None and "cancelled by a task of its own" in str(found["cancels"]) and len(closed) == 3
 
     asyncio.run(story())
+
+
+def test_a_rank_waits_for_the_others_as_long_as_it_says():
+    """Beyond 900 s its join broke off, and ended the version for all ranks."""
+    patience, loaded = [], WeightsLoaded(version=7, digest="d", replicas=("r",))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/weights/7/loaded":
+            return httpx.Response(200, json=told(loaded))
+        patience.append((request.url.path, request.extensions["timeout"]["read"]))
+        return httpx.Response(200, json={"upload": [], "max_body_bytes": 9, "deltas": False})
+
+    weights = HttpWeights("http://gateway")
+    weights._gateway["transport"] = httpx.MockTransport(answer)
+    assert weights.publish_blocking(7, {}, 0, 2, timeout_s=2_000.0).version == 7
+    ((path, seconds),) = patience
+    assert path == "/weights/7/join" and seconds > 2_000
