@@ -59,13 +59,13 @@ def test_a_batch_shows_its_ends_faults_and_samples():
 
 
 class Known:
-    """A client that knows one sample and no batch."""
+    """A client that knows one sample and one batch."""
 
     async def sample_log(self, name: str) -> SampleLog | None:
         return sample(chunk(0, "r1")) if name == "b/sky#0" else None
 
-    async def batch_log(self, name: str) -> None:
-        return None
+    async def batch_log(self, name: str) -> BatchLog | None:
+        return batch(sample()) if name == "run#1" else None
 
 
 @pytest.fixture
@@ -77,6 +77,12 @@ def known(monkeypatch):
 def test_json_is_the_whole_log(known, capsys):
     assert run(["logs", "b/sky#0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == sample(chunk(0, "r1")).model_dump(mode="json")
+
+
+def test_a_batch_may_be_named_as_samples_are(known, capsys):
+    """It was looked for among the samples alone."""
+    assert run(["logs", "run#1"]) == 0
+    assert "over; 1 failed, 3 stop; 9 chunks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "kind"), [("b/sky#1", "sample"), ("b", "batch")])

@@ -21,9 +21,9 @@ def command(name, address, as_json):
     """
     from tailrace.app.cluster import connect
     from tailrace.deployments.messages.roles import Role
+    from tailrace.deployments.messages.status import SampleLog
 
-    client = connect(address, role=Role.OBSERVER)
-    found = asyncio.run(client.sample_log(name) if "#" in name else client.batch_log(name))
+    found = asyncio.run(_log(connect(address, role=Role.OBSERVER), name))
     if found is None:
         kind = "sample" if "#" in name else "batch"
         raise BadInput(f"no {kind} {name!r} is known to the service, or not any more; `tailrace status` lists some")
@@ -34,4 +34,10 @@ def command(name, address, as_json):
 
     from tailrace.app.watch.log_tables import batch_view, sample_view
 
-    Console().print(sample_view(found, time.time()) if "#" in name else batch_view(found, time.time()))
+    Console().print((sample_view if isinstance(found, SampleLog) else batch_view)(found, time.time()))
+
+
+async def _log(client, name: str):
+    """Returns the log of a sample, or of a batch, whose id may have the mark of samples, too; or None."""
+    found = await client.sample_log(name) if "#" in name else None
+    return await client.batch_log(name) if found is None else found
