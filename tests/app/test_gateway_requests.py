@@ -17,6 +17,7 @@ from tailrace.app.gateway.access_control import AccessControl, read_tokens
 from tailrace.app.gateway.answer_text import text_of
 from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.edge import json_body
 from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.edge.json_body import MAX_DEPTH, fault_of
 from tailrace.app.gateway.gateway_config import GatewayConfig
@@ -304,6 +305,20 @@ def test_a_gateway_is_replaced_once_the_service_has_another_model_or_context(mon
     monkeypatch.setattr(service, "CHECK_S", 0.01)
     away = True
     asyncio.run(gateway.check_model())
+
+
+@pytest.mark.parametrize(("numbers", "on_thread"), [(10, False), (200_000, True)])
+def test_a_large_body_stops_no_other_request_of_the_gateway(monkeypatch, numbers, on_thread):
+    """The event loop checked each of its lists itself."""
+    threads, parse = [], json_body.parsed
+    monkeypatch.setattr(json_body, "parsed", lambda body: threads.append(threading.current_thread()) or parse(body))
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": json.dumps([1] * numbers).encode()}
+
+    request = json_body.StrictRequest({"type": "http", "headers": []}, receive)
+    assert asyncio.run(request.json()) == [1] * numbers
+    assert [one is not threading.main_thread() for one in threads] == [on_thread]
 
 
 def test_errors_are_one_line_of_text_and_name_the_field():

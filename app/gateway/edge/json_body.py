@@ -4,6 +4,7 @@ Invariant: all that a route gets can be written again, as JSON in UTF-8. Python'
 last of two equal keys and halves of surrogate pairs, and lets RecursionError escape.
 """
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ MAX_DEPTH = 128
 """Maximum nesting of objects and lists. vLLM accepts 64 levels of a schema; templates and parsers recurse about
 1,000.
 """
+
+LARGE_BYTES = 1 << 18
+"""Size of a body from which on it is parsed on a thread: one of 10 MB in lists took the event loop 10 s."""
 
 MAX_PATH = 100
 """Maximum characters of the path of an object or list, and of a key in it: the check of a body copies both for each
@@ -103,7 +107,8 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             try:
-                self._json = parsed(await self.body())
+                body = await self.body()
+                self._json = parsed(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(parsed, body)
             except ValueError as error:
                 raise HTTPException(400, str(error)) from error  # FastAPI passes on no other
         return self._json
