@@ -64,7 +64,7 @@ class _Reading:
         self._running: dict[str, RecordedChunk] = {}
         self._races: dict[str, RecordedRace] = {}
         self._copies_count = True  # a copy may win: not at exactness law
-        self._chunks_of: dict[str, set[str]] = {}  # running chunks of each sample, until its end or its turn's
+        self._chunks_of: dict[str, set[str]] = {}  # running chunks of each sample, but for those that only have to stop
         self._held: set[str] = set()  # samples between two turns
         self._unended = 0
         self._weights: list[tuple[float, int]] = []
@@ -207,6 +207,7 @@ class _Reading:
         may_win = chunk.end != "aborted" and self._copies_count
         if race is not None and race.winner is None and (chunk is race.original or may_win):
             race.winner = chunk
+            self._chunks_of.pop(chunk.sample_id, None)  # the others are to stop
             self._samples[chunk.sample_id].where = chunk.replica
 
     def _failed(self, event) -> None:
@@ -219,6 +220,8 @@ class _Reading:
         if race is not None and chunk is race.original:
             heirs = (one for one in race.runners if self._running.get(one.chunk_id) is one and not one.stopping)
             race.original = next(heirs, None) if self._copies_count else None
+            if race.original is None:
+                self._chunks_of.pop(chunk.sample_id, None)
 
     def _stop(self, chunk: RecordedChunk, end: str, error: str = "") -> None:
         chunk.end_s, chunk.end, chunk.error = self._now, end, error
@@ -226,7 +229,7 @@ class _Reading:
             chunk.silent_s = max(chunk.begin_s, self._looks.get(chunk.replica, (0.0, 0.0))[1])
         self._lifetimes.stop(chunk.replica, self._now)
         del self._running[chunk.chunk_id]
-        left = self._chunks_of.get(chunk.sample_id, set())  # none: the sample, or its turn, has ended before its copy
+        left = self._chunks_of.get(chunk.sample_id, set())  # none: its race, turn or sample is over
         left.discard(chunk.chunk_id)
         if not left:
             self._chunks_of.pop(chunk.sample_id, None)

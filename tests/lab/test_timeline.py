@@ -187,6 +187,23 @@ def test_an_undecided_race_has_no_winner_and_a_copy_may_take_over_from_a_lost_re
     assert figures(taken, bands(taken))["unended"] == 1
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_sample_waits_though_a_beaten_chunk_is_still_to_stop(lost):
+    script = Script(groups=("p0",), samples=1)
+    script.chunk("b0/p0#0:0", "a", 10.0, None if lost else 16.0, 0, "aborted")
+    script.chunk("b0/p0#0:0~x", "c", 11.0, 16.0 if lost else 13.0, 50, "aborted" if lost else "length",
+                 copy_of="b0/p0#0:0", method="x")  # fmt: skip
+    if lost:
+        script.action(12.0, "AbortChunk", chunk_id="b0/p0#0:0~x", replica_id="c", reason="samples wait for room")
+        script.event(13.0, "ReplicaLeft", replica_id="a", error="killed")
+    script.action(13.5, "Prefetch", sample_id="b0/p0#0", replica_id="b", reason="next")
+    script.chunk("b0/p0#0:1", "b", 15.0, 20.0, 50, "stop", start=0 if lost else 50)
+    script.end(20.0, "b0/p0#0")
+    moments = script.record().run.moments
+    running = [(moment.at_s, moment.running, moment.waiting) for moment in moments if moment.at_s > 1]
+    assert running == [(3.0 if lost else 3.5, 0, 1), (5.0, 1, 0), (10.0, 0, 0)]
+
+
 def test_a_copy_that_is_told_to_stop_gives_way_and_an_original_that_is_takes_its_race_with_it():
     script = Script(groups=("p0",), samples=1)
     original, copy = "b0/p0#0:0", "b0/p0#0:0~suffix"
