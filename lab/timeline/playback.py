@@ -51,7 +51,7 @@ class _Moment:
     def __init__(self, record: Record, at_s: float):
         self._record, self._at_s = record, at_s
         self._begun = [chunk for chunk in record.chunks if chunk.begin_s <= at_s]
-        self._active = [chunk for chunk in self._begun if chunk.end_s > at_s]
+        self._active = [chunk for chunk in self._begun if chunk.end_s > at_s or chunk.end == "running"]
         self._here = {
             name: sample for name, sample in record.samples.items()
             if sample.submitted_s <= at_s
@@ -62,7 +62,7 @@ class _Moment:
         self._held = {name for name, sample in self._unended.items() if sample.is_held(at_s)}
 
     def sections(self) -> Sections:
-        running = {chunk.sample_id for chunk in self._active}
+        running = {chunk.sample_id for chunk in self._active} - self._held  # a beaten copy may be still to stop
         waiting = len(self._unended.keys() - running - self._held)
         replicas = self._replicas()
         service = {"running": len(running), "waiting": waiting, "held": len(self._held), "up": len(replicas)}

@@ -70,6 +70,18 @@ def test_a_sample_between_two_turns_is_held_and_does_not_wait():
     assert seen[4.0] == seen[9.5] == ([0, 0, 1], "held") and seen[6.5] == ([0, 1, 0], "waiting")
 
 
+def test_a_sample_that_runs_where_the_journal_ends_is_shown_as_running():
+    script = Script(groups=("p0",), samples=2)
+    script.chunk("b0/p0#0:0", "a", 11.0, None)
+    script.event(20.0, "ReplicaLeft", replica_id="b", error="stopped")
+    state = {}
+    for _, changes in recording("run", record(script.lines())).frames:
+        fold(state, changes)
+    assert [state["service"][key] for key in ("running", "waiting")] == [1, 1]
+    assert {name: row["state"] for name, row in state["samples"].items()} == {"p0#0": "running", "p0#1": "waiting"}
+    assert state["replicas"]["a"]["running"] == 1
+
+
 def test_a_batch_keeps_its_name_whatever_commas_the_others_have():
     script = Script(groups=("p0",), samples=1)
     for number, batch in enumerate(("step 1, warm~1", "step 2~2")):
