@@ -6,6 +6,7 @@ them from a journal; roles, figures, page and picture read them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from tailrace.lab.simulator.types import Ended, Span
@@ -34,7 +35,8 @@ class RecordedChunk:
     chunk may have been silent for up to one report longer. `seen`: a later report had tokens. `race`: the id of the
     chunk that it races with, its own id if others copy it, or None outside races. `won`: None while a race is
     undecided. `end`: stop, length, aborted, failed, lost, or running if the journal ends before the chunk. `error`: why
-    the chunk was aborted, failed or lost. `stopping`: the chunk was aborted and has not ended yet.
+    the chunk was aborted, failed or lost. `stopping`: the chunk was aborted and has not ended yet. `beaten_s`: time
+    from which it only had to stop, since its race was over.
     """
 
     chunk_id: str
@@ -54,6 +56,7 @@ class RecordedChunk:
     end: str = "running"
     error: str = ""
     won: bool | None = None
+    beaten_s: float = inf
     weights_version: int = 0
     verifications: int = 0
     drafted_tokens: int = 0

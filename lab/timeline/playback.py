@@ -52,6 +52,7 @@ class _Moment:
         self._record, self._at_s = record, at_s
         self._begun = [chunk for chunk in record.chunks if chunk.begin_s <= at_s]
         self._active = [chunk for chunk in self._begun if chunk.end_s > at_s or chunk.end == "running"]
+        self._going = [chunk for chunk in self._active if chunk.beaten_s > at_s]  # the others are still to stop
         self._here = {
             name: sample for name, sample in record.samples.items()
             if sample.submitted_s <= at_s
@@ -62,8 +63,9 @@ class _Moment:
         self._held = {name for name, sample in self._unended.items() if sample.is_held(at_s)}
 
     def sections(self) -> Sections:
-        running = {chunk.sample_id for chunk in self._active} - self._held  # a beaten copy may be still to stop
-        waiting = len(self._unended.keys() - running - self._held)
+        here = self._unended.keys() - self._held
+        running = here & {chunk.sample_id for chunk in self._going}
+        waiting = len(here - running)
         replicas = self._replicas()
         service = {"running": len(running), "waiting": waiting, "held": len(self._held), "up": len(replicas)}
         service["made"] = sum(row["made"] for row in replicas.values())
@@ -127,7 +129,7 @@ class _Moment:
         return {name: row for name, row in rows.items() if row["ended"] < row["samples"]}
 
     def _samples(self) -> dict[str, dict]:
-        active = {chunk.sample_id: chunk for chunk in reversed(self._active) if not chunk.is_copy}
+        active = {chunk.sample_id: chunk for chunk in reversed(self._going) if not chunk.is_copy}
         names = active if len(self._unended) > MAX_UNENDED else self._unended
         tokens = {name: _tokens(self._record.samples[name], self._at_s) for name in names if name in self._unended}
         return {

@@ -207,7 +207,7 @@ class _Reading:
         may_win = chunk.end != "aborted" and self._copies_count
         if race is not None and race.winner is None and (chunk is race.original or may_win):
             race.winner = chunk
-            self._chunks_of.pop(chunk.sample_id, None)  # the others are to stop
+            self._beat(race)
             self._samples[chunk.sample_id].where = chunk.replica
 
     def _failed(self, event) -> None:
@@ -221,7 +221,13 @@ class _Reading:
             heirs = (one for one in race.runners if self._running.get(one.chunk_id) is one and not one.stopping)
             race.original = next(heirs, None) if self._copies_count else None
             if race.original is None:
-                self._chunks_of.pop(chunk.sample_id, None)
+                self._beat(race)
+
+    def _beat(self, race: RecordedRace) -> None:
+        """Records that the runners of a race that still run only have to stop."""
+        for runner in race.runners:
+            runner.beaten_s = self._now
+        self._chunks_of.pop(race.runners[0].sample_id, None)
 
     def _stop(self, chunk: RecordedChunk, end: str, error: str = "") -> None:
         chunk.end_s, chunk.end, chunk.error = self._now, end, error

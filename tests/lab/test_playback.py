@@ -82,6 +82,28 @@ def test_a_sample_that_runs_where_the_journal_ends_is_shown_as_running():
     assert state["replicas"]["a"]["running"] == 1
 
 
+def test_a_sample_whose_beaten_chunk_is_still_to_stop_runs_no_more():
+    script = in_turns()
+    for chunk, begin, end in (("0", 11.0, 15.0), ("1", 18.0, 24.0)):  # its turns end at 12 and 19 s, it at 20 s
+        script.chunk(f"b0/p0#0:{chunk}~x", "b", begin, end, 0, "aborted", copy_of=f"b0/p0#0:{chunk}", method="x")
+    script.submit(11.0, "b1", ("p0",), 1)
+    script.event(26.0, "ReplicaLeft", replica_id="c", error="stopped")
+    state, seen = {}, {}
+    for at_s, changes in recording("run", record(script.lines())).frames:
+        fold(state, changes)
+        seen[at_s] = [state["service"][key] for key in ("running", "waiting", "held")]
+    assert seen[4.0] == [0, 1, 1] and seen[12.0] == [0, 1, 0]
+    script = Script(groups=("p0",), samples=1)
+    script.chunk("b0/p0#0:0", "a", 10.0, 16.0, 0, "aborted")
+    script.chunk("b0/p0#0:0~x", "c", 11.0, 13.0, 50, copy_of="b0/p0#0:0", method="x")
+    script.chunk("b0/p0#0:1", "b", 15.0, 20.0, 50, "stop", start=50)
+    state, seen = {}, {}
+    for at_s, changes in recording("run", record(script.lines())).frames:
+        fold(state, changes)
+        seen[at_s] = state["samples"]["p0#0"]["state"], state["replicas"]["a"]["running"], state["service"]["waiting"]
+    assert [seen[at_s] for at_s in (2.0, 4.0)] == [("running", 1, 0), ("waiting", 1, 1)]
+
+
 def test_a_batch_keeps_its_name_whatever_commas_the_others_have():
     script = Script(groups=("p0",), samples=1)
     for number, batch in enumerate(("step 1, warm~1", "step 2~2")):
