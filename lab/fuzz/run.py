@@ -42,6 +42,9 @@ SETTLE_S = 80.0
 LATE_S = 5.0
 """Maximum seconds after the last late answer of an engine until it is taken."""
 
+PROMPT = "reset", "strange_reserve"
+"""Kinds of faults whose calls have returned by then: none of them waits for a replica, or for weights."""
+
 LOOK_S = 5
 """Seconds between looks at samples that wait."""
 
@@ -249,8 +252,7 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
         process = Process(f"guest-{guest.name}")
         running[number] = process, process.spawn(guest.run())
     site = FaultSite(cluster, ledger, vanish)
-    for fault in plan.all_faults:
-        cluster.controller.spawn(_later(site, fault))
+    calls = [(fault, cluster.controller.spawn(_later(site, fault))) for fault in plan.all_faults]
     watch = IdleWatch(cluster)
     while now() < END_S:
         await asyncio.sleep(1.0)
@@ -265,7 +267,9 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
             await asyncio.sleep(late_s + LATE_S if late_s > -LATE_S else 0.0)
             left_over = cluster.coordinator and _left_over(cluster, not plan.all_faults)
             left_over = left_over or (await cluster.shards.left_over() if cluster.shards else None)
-            return _problem(cluster, running) or left_over
+            hangs = (fault for fault, call in calls if fault.kind in PROMPT and not call.done())
+            hung = next((f"{fault.kind} at {fault.at_s} s: a call of it has not returned" for fault in hangs), None)
+            return _problem(cluster, running) or left_over or hung
     late = [one.name for one in (*drivers, *visitors) if not one.ended]
     return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
 

@@ -374,6 +374,13 @@ def replicas_that_stay_idle(monkeypatch):
     monkeypatch.setattr(RolloutCore, "decide", lambda self, tick: decide(self, tick) if tick.now % 60 > 40 else [])
 
 
+def calls_that_never_return(monkeypatch):
+    async def reset_caches(self):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(RolloutClient, "reset_caches", reset_caches)
+
+
 def calls_that_end_as_cancelled(monkeypatch):
     """A client's update ends in Serve's form of a cancelled call, though nobody has cancelled it."""
 
@@ -408,6 +415,7 @@ def calls_that_end_as_cancelled(monkeypatch):
         (an_admission_that_checks_nothing, ("impossible",), 1, "was taken by"),
         (refusals_that_are_raised, ("impossible",), 1, "made the coordinator raise ZeroDivisionError"),
         (refusals_that_are_raised, ("strange_batch",), 0, "made the coordinator raise ZeroDivisionError"),
+        (calls_that_never_return, ("reset",), 0, "a call of it has not returned"),
         (calls_that_end_as_cancelled, ("slow",), 0, "was cancelled, by nobody"),
     ],
 )
