@@ -106,10 +106,12 @@ class ResultChecks:
 
     def _given_up(self, key: int, sample: SampleResult, where: str) -> None:
         """Checks that a sample which has failed may have: it ends engines, or seems to, or is a culprit."""
+        if sample.finish_reason is not SampleEnd.FAILED:
+            return
         by_themselves = MAX_LOST_ALONE if self._cluster.deadly else MAX_LOST_ALONE + MAX_LOST
         may_be_deadly = len(self._cluster.gone) >= by_themselves and " left: " in (sample.error or "")
         excused = key in self._cluster.deadly or self._cluster.culprits.is_to_blame(key, sample.error)
-        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and not excused:
+        if not may_be_deadly and not excused:
             raise Wrong(f"{where}: given up: {sample.error}")
 
     def _segment(self, key: int, prompt: Sequence[int], tokens: Sequence[int], segment, where: str) -> None:
