@@ -332,7 +332,7 @@ def unlike_score(score: object) -> str | None:
     with contextlib.suppress(TypeError, OverflowError):  # something in it is no number
         if isinstance(score, tuple | list) and len(score) in (0, len(SCORED) - 1) and all(map(isfinite, score)):
             return None
-    return f"score is {str(score)[:40]}; give {len(SCORED) - 1} finite logprobs, as tailrace.weights_score returns them"
+    return f"score is {str(score)[:40]}; give {len(SCORED) - 1} logprobs, finite numbers as of tailrace.weights_score"
 
 
 def invalid(version: object, source: object) -> str | None:

@@ -164,6 +164,6 @@ def test_an_update_that_no_replica_holds_as_the_trainer_does_is_refused():
 def test_a_score_of_another_form_is_refused(score):
     async def scenario(weights, engines):
         refused = await weights.want(1, "w1", "", score)
-        assert refused.reason.startswith(f"score is {score}; give 31 finite logprobs")
+        assert refused.reason.startswith(f"score is {score}; give 31 logprobs")
 
     run(scenario)

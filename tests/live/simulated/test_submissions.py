@@ -105,7 +105,7 @@ def test_tokens_are_written_if_the_core_counts_their_chunk_and_not_if_another_co
         for counts, expected in ((False, []), (True, ["tokens"])):
             fake = {"is_late": lambda _: False, "counts_tokens": lambda _, so=counts: so, "observe": lambda _: None}
             rollouts.core_holder.present = SimpleNamespace(**fake)
-            rollouts.trails.observe = lambda event: None
+            rollouts.trails.observe = lambda *_: None
             rollouts.loop.tell(finished, made)
             rollouts._observe()
             assert written == expected
