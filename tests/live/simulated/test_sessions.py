@@ -505,7 +505,7 @@ def test_a_stream_at_law_continues_or_says_that_it_cannot(play, noise, breaks):
     """The sample is made again, with noise: from the same tokens on the stream continues, after others it breaks."""
 
     async def story(cluster, client):
-        async with client.open() as session:
+        async with client.open("s") as session:
             pieces, expected = [], pytest.raises(StreamBroken, match="exactness law") if breaks else nullcontext()
             with expected:
                 async for part in session.stream(PROMPT, group="g", index=0, max_tokens=400):

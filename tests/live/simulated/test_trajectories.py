@@ -149,7 +149,7 @@ def test_a_trainer_s_sampling_holds_whatever_the_harness_asks_for(play, monkeypa
 
 def test_a_prompt_that_does_not_continue_is_a_branch_and_each_token_is_trained_once(play):
     async def story(cluster, http, other):
-        trajectory = await opened(http, seed=4)
+        trajectory = await opened(http, group="task", index=0, seed=4)
         client = client_of(http, trajectory)
         first = await said(client, [user("5 6")])
         await said(client, [*first, user("7")])
