@@ -33,6 +33,9 @@ SPECULATION = "speculative_config"
 ASYNC = "async_scheduling"
 """vLLM's argument for steps that are scheduled before the tokens of the one before have arrived."""
 
+STAGES = "pipeline_parallel_size"
+"""vLLM's argument for stages of layers: records are those of the first rank, and only the last stage draws."""
+
 
 def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
     """Checks arguments for vLLM's EngineArgs, and returns them as values of their types. All names pass if vLLM is not
@@ -170,6 +173,8 @@ class EngineConfig(BaseModel):
             if ours.get(key):
                 mend = "set kv_cache_gib instead" if key == "kv_cache_memory_bytes" else "remove it"
                 raise KeyedError(f"vllm_args.{key}", f"the engine sets it itself; {mend}")
+        if self.vllm_args.get(STAGES, 1) != 1:
+            raise KeyedError(f"vllm_args.{STAGES}", "an engine has one stage; remove it, and set tensor_parallel")
         return self
 
     @model_validator(mode="after")
@@ -223,15 +228,13 @@ class EngineConfig(BaseModel):
         if self.vllm_args.get(ASYNC) and not self._can_run_ahead:
             raise KeyedError(
                 f"vllm_args.{ASYNC}",
-                "it needs device: gpu, model_runner: v2, no redraw_close_calls, no pipeline_parallel_size; change "
-                "these, or remove it",
+                "it needs device: gpu, model_runner: v2, no redraw_close_calls; change these, or remove it",
             )
         return self
 
     @property
     def _can_run_ahead(self) -> bool:
-        stages = self.vllm_args.get("pipeline_parallel_size", 1)
-        return self.model_runner == "v2" and not self.redraw_close_calls and stages == 1
+        return self.model_runner == "v2" and not self.redraw_close_calls
 
     @property
     def runs_ahead(self) -> bool:

@@ -142,6 +142,7 @@ def test_settings_of_an_engine_are_taken_as_meant(tmp_path, text, key, value):
         ("max_num_seqs: 4", "max_num_seqs: the engine sets it itself; set max_running instead"),
         ("seed: 1", "seed: the engine"),
         ("enforce_eager: true", "enforce_eager: the engine sets it itself"),
+        ("pipeline_parallel_size: 2", "pipeline_parallel_size: an engine has one stage; remove it"),
         ("max-loras: 1", "max-loras: .*did you mean max_loras?"),
         ("enable_lora: perhaps", "enable_lora: bool is needed, not 'perhaps'"),
         ("max_loras: [1]", "max_loras: int is needed"),
