@@ -172,7 +172,6 @@ class KvPoolManager:
         if self._idle_polls > 1:
             self._awaited.clear()
             if self._status is not None and self._status.keys:
-                self._counts["swept_keys"] += self._status.keys
                 self._push("retire", [ALL_BLOCKS])
 
     async def drain(self) -> int:
@@ -201,6 +200,8 @@ class KvPoolManager:
                     done, in_use = done
                     if in_use:
                         self._later.append((self._clock() + AGAIN_S, method, [in_use]))
+                if arguments == [ALL_BLOCKS]:  # the pool's own count of keys has those of staged weights, too
+                    self._counts["swept_keys"] += done or 0
                 self._counts[f"{method}_failed" if done is None else f"{method}d_keys"] += 1 if done is None else done
 
     async def poll(self, now: float) -> list[Event]:

@@ -267,6 +267,23 @@ def test_the_pool_is_swept_after_two_idle_polls_and_never_while_a_batch_is_in_fl
     played(master, play)
 
 
+def test_swept_keys_are_blocks_that_a_sweep_removed_and_no_staged_weights():
+    master, removed = Recording(), iter([3, 0, 0])
+
+    async def retire(regex: str) -> int:
+        return next(removed)
+
+    async def play(manager):
+        master.retire = SimpleNamespace(remote=retire)
+        manager._status = SimpleNamespace(keys=7)  # those of staged weights among them
+        for _ in range(4):
+            manager.rest(idle=True)
+            await asyncio.sleep(0.01)
+        assert next(removed, None) is None and manager._counts["swept_keys"] == 3
+
+    played(master, play)
+
+
 class Answering:
     """A master whose status names stores, each with its process and whether it leaves."""
 

@@ -17,7 +17,6 @@ class WatchedPool(KvPoolManager):
     def __init__(self, master, written: set[bytes], defects: list[str]):
         super().__init__(master)
         self._written, self._defects = written, defects
-        self.swept = 0  # keys that sweeps have found
         self._mates: set[bytes] = set()  # names of the mates of the sample that is released now
 
     def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
@@ -28,10 +27,10 @@ class WatchedPool(KvPoolManager):
         super().release(batch, action)
         self._mates = set()
 
-    def rest(self, idle: bool) -> None:
-        before = self._counts["swept_keys"]
-        super().rest(idle)
-        self.swept += self._counts["swept_keys"] - before
+    @property
+    def swept(self) -> int:
+        """Number of keys that sweeps have removed."""
+        return self._counts["swept_keys"]
 
     def _do(self, method: str, names: bytes, *rest) -> None:
         for name in _names(names):
