@@ -5,6 +5,7 @@ it has any key. A key that did not move is a miss, and counted. Owned by KvMaste
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -75,6 +76,8 @@ class Departures:
                     asked.update(await self._up().move(new[place :: len(others)], other))
             except PoolDown:  # its keys are gone, or it is asked again
                 pass
+            except Exception as error:  # noqa: BLE001 - an odd answer of the master: it is asked again
+                logging.getLogger(__name__).warning("keys of %s: %r", segment, error)
             await asyncio.sleep(LOOK_S)
         self.counts["hand_over_ms"] += round((time.monotonic() - (began_s or time.monotonic())) * 1000)
         return len(keys)

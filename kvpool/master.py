@@ -7,6 +7,7 @@ plain class: kvpool/pool.py makes the actor. Called by the coordinator and by th
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from contextlib import suppress
@@ -158,6 +159,9 @@ class KvMaster:
                 await self._admin.connect()
             except PoolDown:
                 self._mounted = None
+            except Exception as error:  # noqa: BLE001 - an odd answer of the master: it is asked again
+                self._mounted = None
+                logging.getLogger(__name__).warning("segments of the pool: %r", error)
             await asyncio.sleep(UNMOUNTED_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S - UNMOUNTED_S):

@@ -125,6 +125,22 @@ def test_a_master_that_is_away_is_asked_again(monkeypatch):
     play(work, monkeypatch)
 
 
+def test_an_odd_answer_of_the_master_ends_no_departure(monkeypatch):
+    async def work():
+        pool = Pool(a={"1"}, b=set())
+        real, answers = pool.segments, iter(["odd"])
+
+        async def segments():
+            return {}[odd] if (odd := next(answers, None)) else await real()
+
+        pool.segments = segments
+        leaving = Departures(pool.up)
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert pool.places["b"] == {"1"} and next(answers, None) is None
+
+    play(work, monkeypatch)
+
+
 def test_a_store_that_comes_back_and_leaves_again_is_counted_again(monkeypatch):
     async def work():
         pool = Pool(a={"1"}, b=set(), c=set())

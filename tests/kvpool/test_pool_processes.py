@@ -154,6 +154,20 @@ def test_a_store_hears_whether_it_is_mounted_and_that_it_may_end_once_it_has_lef
     play(story, monkeypatch)
 
 
+def test_an_odd_answer_of_the_master_process_does_not_end_the_watch(monkeypatch):
+    async def story():
+        one = KvMaster(CONFIG, "10.0.0.1", 50051, 80)
+        await asyncio.sleep(0.1)
+        one._admin.mounted = KeyError("segments")
+        await asyncio.sleep(2 * REPORT_S)
+        assert (await one.report(store(), "s:1")).mounted is None
+        one._admin.mounted = {"s:1": "a"}
+        await asyncio.sleep(2 * REPORT_S)
+        assert (await one.report(store(), "s:1")).mounted is True
+
+    play(story, monkeypatch)
+
+
 def test_a_master_looks_seldom_and_soon_where_a_store_is_not_mounted(monkeypatch):
     async def story():
         one = KvMaster(CONFIG, "10.0.0.1", 50051, 80)
