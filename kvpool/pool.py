@@ -214,7 +214,8 @@ def _end_others(app_name: str, name: str) -> None:
         other = actor["name"]
         is_master = other.startswith(f"{app_name}-kv-") and "-store-" not in other
         if actor["namespace"] == NAMESPACE and is_master and other != name:
-            ray.kill(ray.get_actor(other, NAMESPACE))
+            with suppress(ValueError):  # it has ended since it was listed
+                ray.kill(ray.get_actor(other, NAMESPACE))
 
 
 def _end_actor() -> None:

@@ -6,6 +6,7 @@ the others, on its own node, where history may be on a disk.
 """
 
 import asyncio
+from contextlib import suppress
 from hashlib import blake2b
 
 import ray
@@ -85,4 +86,5 @@ def _end_others(app_name: str, family: str) -> None:
     for actor in ray.util.list_named_actors(all_namespaces=True):
         name = actor["name"]
         if actor["namespace"] == NAMESPACE and name.startswith(f"{app_name}-context-") and not name.startswith(family):
-            ray.kill(ray.get_actor(name, NAMESPACE))
+            with suppress(ValueError):  # it has ended since it was listed
+                ray.kill(ray.get_actor(name, NAMESPACE))

@@ -301,6 +301,15 @@ def test_shards_of_a_former_configuration_are_ended_and_no_others(fake):
     assert [name for name, _ in fake.killed] == [gone]
 
 
+def test_a_former_shard_that_has_ended_since_it_was_listed_holds_nothing_up(fake):
+    former = ContextConfig(ttl_s=1.0)
+    ensure_context(former, "app")
+    listed = [{"namespace": NAMESPACE, "name": "app-context-1-0"}, *fake._list(all_namespaces=True)]
+    fake.util.list_named_actors = lambda all_namespaces: listed
+    actors._end_others("app", actors._family(ContextConfig(), "app"))
+    assert [name for name, _ in fake.killed] == [listed[1]["name"]]
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_each_shard_ends_with_its_application_and_the_first_starts_the_others(fake, monkeypatch, index):
     gone, others = [], []

@@ -293,6 +293,20 @@ def test_masters_of_an_application_s_former_pools_are_ended_and_no_others(fake):
     assert [name for name, _ in fake.killed] == ["app-kv-1"]
 
 
+def test_a_former_master_that_has_ended_since_it_was_listed_holds_nothing_up(fake):
+    fake.named = [(NAMESPACE, "app-kv-1"), (NAMESPACE, "app-kv-3")]
+    real = fake.get_actor
+
+    def get_actor(name: str, namespace: str):
+        if name == "app-kv-1":
+            raise ValueError(f"Failed to look up actor with name '{name}'")
+        return real(name, namespace)
+
+    fake.get_actor = get_actor
+    pool._end_others("app", "app-kv-2")
+    assert [name for name, _ in fake.killed] == ["app-kv-3"]
+
+
 def test_an_application_is_gone_after_looks_in_a_row(monkeypatch):
     there = [True, False, True, *[False] * GONE_LOOKS]
     monkeypatch.setattr(pool, "application_exists", lambda app_name: there.pop(0))
