@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from tailrace.deployments.channel.frames import carries
 from tailrace.deployments.engine.engine_steps import Steps
 from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.command import (
@@ -56,6 +57,11 @@ SNAPSHOT_S = 0.02
 them.
 """
 
+EARLY_ABORTS = 1024
+"""Maximum number of remembered aborts of chunks that are not here. An abort comes over a line, and may overtake a chunk
+that comes by a call of Ray, with its images. Most of these aborts are of chunks that have just ended.
+"""
+
 CHANGES = LoadWeights, FallAsleep
 """Commands that wait for the chunks in flight; an engine in which one fails half-way is ended."""
 
@@ -71,6 +77,7 @@ class EngineLoop:
         self._inbox: SimpleQueue[tuple] = SimpleQueue()
         self._on_done: dict[str, OnDone] = {}
         self._later: deque[tuple] = deque()  # a load of weights that waits for running chunks, and later commands
+        self._early: deque[str] = deque(maxlen=EARLY_ABORTS)
         self._lock = threading.Lock()  # between `submit` and the end of the loop, which answers the remaining calls
         self._down: EngineDown | None = None
         self._stats, self._snapshot_s = stepper.stats(), now()
@@ -89,7 +96,8 @@ class EngineLoop:
             on_done(down)
 
     def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
-        """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored.
+        """Ends a chunk after the step in progress, as ABORTED with its tokens so far. It may come before the chunk
+        if no line carries that; other unknown ids are ignored.
 
         `keep_kv`: the sample will continue elsewhere, so its KV is worth saving.
         """
@@ -225,8 +233,13 @@ class EngineLoop:
             on_done(error)
         else:
             self._on_done[chunk.chunk_id] = on_done
+            if chunk.chunk_id in self._early and not carries(chunk):
+                self._early.remove(chunk.chunk_id)
+                self._stepper.abort(chunk.chunk_id, False)
 
     def _abort(self, chunk_id: str, keep_kv: bool) -> None:
+        if chunk_id not in self._on_done:
+            self._early.append(chunk_id)
         self._stepper.abort(chunk_id, keep_kv)
 
     def _answer(self, command: Command, asked_s: float, answer: Future) -> None:

@@ -158,7 +158,7 @@ class Engine:
         return result
 
     async def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
-        """Ends a chunk at the next token; its own call returns the tokens so far. Unknown ids are ignored."""
+        """Ends a chunk at the next token; its own call, which may come later, returns the tokens so far."""
         self._runner.abort(chunk_id, keep_kv)
 
     async def _rejoin_pool(self, master_address: str) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tailrace.deployments.engine.engine_loop import (
+    EARLY_ABORTS,
     LOAD_ALLOWANCE_S,
     SLOW_STEPS,
     SNAPSHOT_S,
@@ -436,6 +437,29 @@ def test_an_abort_reaches_a_chunk_that_runs_at_once_and_one_that_waits_for_a_loa
     while not script.loaded:
         loop.turn(0.0)
     assert script.calls == [("abort", "a", True), ("abort", "b", False)]
+
+
+@pytest.mark.parametrize("by_ray", [True, False])
+def test_an_abort_that_overtakes_a_chunk_with_images_ends_it_once_and_no_chunk_of_a_line(loop, script, by_ray):
+    def submit_again() -> None:
+        features = "images" if by_ray else None
+        loop.submit(SimpleNamespace(chunk_id="a", features=features, draft=None), [].append)
+        loop.turn(0.0)
+
+    loop.abort("a", keep_kv=True)
+    loop.turn(0.0)
+    assert script.calls == [("abort", "a", True)], "it is not here"
+    submit_again()
+    assert script.calls[1:] == ([("abort", "a", False)] if by_ray else [])
+    submit_again()
+    assert len(script.calls) == 1 + by_ray, "a chunk of this name of a later coordinator runs"
+
+
+def test_aborts_of_chunks_that_never_come_take_little_memory(loop, script):
+    for number in range(2 * EARLY_ABORTS):
+        loop.abort(f"c{number}")
+    loop.turn(0.0)
+    assert len(loop._early) == EARLY_ABORTS and len(script.calls) == 2 * EARLY_ABORTS
 
 
 def test_the_caller_of_a_load_sees_the_new_version_and_the_pause(loop, script, clock):
