@@ -6,6 +6,7 @@ outputs where vLLM keeps statistics. Requests are those of `Requests.add`: new t
 vLLM's. Remove when the engine's step can return the core's outputs. Owned by the stepper, on the engine's thread.
 """
 
+import time
 from typing import NamedTuple
 
 from tailrace.deployments.vllm_exact.async_scheduling import AsyncScheduling
@@ -28,7 +29,7 @@ class StepOutputs:
 
     def __init__(self, engine):
         self.engine, processor = engine, engine.output_processor
-        core = engine.engine_core.engine_core
+        self._core = core = engine.engine_core.engine_core
         self.scheduling = AsyncScheduling(core) if core.async_scheduling else None
         self._states, self._process_all = processor.request_states, processor.process_outputs
         self._continued: list[StepOutput] = []
@@ -47,6 +48,19 @@ class StepOutputs:
             reason = made.finish_reason if output.finished else None
             found.append(StepOutput(output.request_id, made.token_ids, reason, output))
         return found
+
+    def drop_answers(self) -> None:
+        """Drops what the ranks have answered to steps, after one that raised.
+
+        With a pool every rank answers a step. vLLM's executor (0.32) stops at the first error, and its next call would
+        read the other ranks' answers to this step. Without other ranks there are no queues.
+        """
+        executor, mark = self._core.model_executor, f"up to {time.monotonic_ns()}"
+        if queues := getattr(executor, "response_mqs", ()):
+            executor.rpc_broadcast_mq.enqueue(("echo", (mark,), {}, None))
+        for queue in queues:
+            while queue.dequeue()[1] != mark:
+                pass
 
     def _process(self, outputs: list, engine_core_timestamp=None, iteration_stats=None, weight_version=None):
         """Replaces `OutputProcessor.process_outputs`, which gets only the outputs that are not handled here."""

@@ -127,5 +127,6 @@ class StepPace:
         """Drops the steps in flight, after an error."""
         if self._scheduling is not None:
             self._scheduling.abandon()
+        self._outputs.drop_answers()
         self._started.clear()
         self._spent_s = 0.0

@@ -221,6 +221,10 @@ class ExactWorker:
         """Calls `LogprobStore.take` for an RPC: the DrawRecord of one request."""
         return self.model_runner.sampler.records.take(req_id, start, count)
 
+    def echo(self, mark: str) -> str:
+        """Returns `mark`, for an RPC: answers before it are to earlier ones."""
+        return mark
+
     def begin_again(self) -> list[str]:
         """Discards the half of a step that raised, for an RPC. Returns the requests that the runner still has."""
         runner = self.model_runner

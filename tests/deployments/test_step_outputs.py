@@ -1,8 +1,11 @@
 """Outputs of an engine's steps: which of them pass through vLLM's processor. The engine stands in for vLLM's."""
 
+import time
+from collections import deque
 from types import SimpleNamespace
 
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
+from tailrace.deployments.engine.step_pace import StepPace
 
 
 class Processor:
@@ -41,8 +44,30 @@ class Engine:
         return self.output_processor.process_outputs(self.core, iteration_stats=self.figures)
 
 
+class Ranks:
+    """vLLM's executor of two ranks. `response_mqs`: what each has answered and nobody has read yet."""
+
+    def __init__(self, *answers: list):
+        self.response_mqs = [SimpleNamespace(dequeue=(queue := deque(given)).popleft, queue=queue) for given in answers]
+        self.rpc_broadcast_mq = SimpleNamespace(enqueue=self._echo)
+
+    def _echo(self, call: tuple) -> None:
+        method, (mark,), named, output_rank = call
+        assert (method, named, output_rank) == ("echo", {}, None), "every rank answers"
+        for one in self.response_mqs:
+            one.queue.append(("ok", mark))
+
+
 def core_output(request_id: str, tokens: list[int], reason: str | None = None):
     return SimpleNamespace(request_id=request_id, new_token_ids=tokens, finish_reason=reason)
+
+
+def test_after_a_step_that_raised_no_rank_s_answer_to_it_is_read_by_the_next_call():
+    engine = Engine()
+    outputs = StepOutputs(engine)
+    engine.engine_core.engine_core.model_executor = ranks = Ranks([], [("failed", "a bad request"), ("ok", None)])
+    StepPace(outputs, time.monotonic).abandon()
+    assert [list(one.queue) for one in ranks.response_mqs] == [[], []]
 
 
 def test_only_first_and_last_outputs_pass_through_vllms_processor():

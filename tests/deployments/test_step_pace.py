@@ -138,6 +138,9 @@ class Outputs:
         self.core, self.time, self.ahead = core, time, []
         self.scheduling = None if waits else AsyncScheduling(core)
 
+    def drop_answers(self) -> None:
+        """Does nothing: there is one rank."""
+
     def step(self, ahead: bool) -> list:
         self.ahead.append(ahead)
         if self.scheduling is not None:

@@ -105,6 +105,9 @@ class Outputs:
             raise now
         return now
 
+    def drop_answers(self) -> None:
+        self.engine.calls.append(("drop_answers",))
+
 
 class Pool:
     """The pool's client. `ready`: results that it releases at the next step."""
@@ -562,5 +565,7 @@ def test_a_raising_step_with_a_pool_saves_nothing_of_it(engine, monkeypatch):
     run(one, engine, RuntimeError("once"))
     assert one._pool.forgone == ["a/0"] and one._pool.forgotten == ["a/0"] and one._requests.aborted == ["a/0"]
     run(one, engine, [out("a", 1, reason="length")])
+    methods = [method for method, *_ in engine.calls]
+    assert methods.index("drop_answers") < methods.index("begin_again")
     assert engine.requests[-1][3] == redraws.NO_POOL, "the chunk has no plan"
     assert one._pool.saving[-1][0] == "a"
