@@ -39,7 +39,7 @@ class ReplicaTable:
         self._replicas: dict[str, _ReplicaRow] = {}
         self._ids: list[str] = []
         self._nodes: Counter[str] = Counter()  # node -> replicas on it
-        self._tests: dict[str, list[float]] = {}  # draft method -> right and tested tokens, as replicas report them
+        self._tests: dict[str, list[float]] = {}  # draft method -> right and tested tokens, replicas that report them
         self.staying = 0  # replicas that are not closing
         self.total_tokens = 0  # tokens of KV that all replicas hold together
         self.one_node = True  # True if all replicas share one node's pool memory: no KV is nearer to one of them
@@ -281,14 +281,14 @@ class ReplicaTable:
 
     def chance(self, method: str, prior: float) -> float:
         """Returns the chance that a draft token of a method is right if all before it are, over all replicas."""
-        return chance(*self._tests.get(method, (0.0, 0.0)), prior)
+        return chance(*self._tests.get(method, (0.0, 0.0))[:2], prior)
 
     def mean_chance(self) -> float:
         """Returns the chance that a draft token is right if all before it are, over all methods and replicas; 0 if none
         was tested.
         """
         right, tested = (sum(sums[place] for sums in self._tests.values()) for place in (0, 1))
-        return right / tested if tested > 0 else 0.0
+        return min(1.0, right / tested) if tested > 0 else 0.0
 
     def methods(self, replica_id: str) -> tuple[str, ...]:
         """Returns the draft methods available on the replica; the first is the default."""
@@ -320,9 +320,12 @@ class ReplicaTable:
 
     def _count_tests(self, performance: Performance | None, sign: int) -> None:
         for one in performance.acceptance if performance is not None else ():
-            sums = self._tests.setdefault(one.method, [0.0, 0.0])
+            sums = self._tests.setdefault(one.method, [0.0, 0.0, 0])
             sums[0] = max(0.0, sums[0] + sign * one.right)
             sums[1] = max(0.0, sums[1] + sign * one.tested)
+            sums[2] += sign
+            if not sums[2]:  # what remains is an error of rounding
+                del self._tests[one.method]
 
     def _known(self, replica_id: str) -> _ReplicaRow:
         if replica_id not in self._replicas:

@@ -7,6 +7,7 @@ from performances import measured, performance
 
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.protocol.events import IllegalEvent, ReplicaJoined
+from tailrace.policies.protocol.performance import MethodAcceptance
 
 PROFILE = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 SMALL = st.integers(0, 5)
@@ -148,3 +149,14 @@ def test_the_heap_of_rooms_stays_small():
         board.reserve("r", f"c{number}", 16)
         board.release("r", f"c{number}")
     assert len(board._roomy) <= 80 and board.roomiest() == "r"
+
+
+def test_nothing_remains_of_the_drafts_of_replicas_that_have_left():
+    board = ReplicaTable()
+    for replica_id, right, tested in (("a", 0.1, 0.1), ("b", 0.1, 0.2), ("c", 0.4, 0.4)):
+        board.join(join(replica_id))
+        board.measure(measured(0.0, replica_id, acceptance=(MethodAcceptance("group", right, tested),)))
+    assert board.mean_chance() == pytest.approx(0.6 / 0.7)
+    for replica_id in "abc":
+        board.leave(replica_id)
+    assert (board.mean_chance(), board.chance("group", 0.5)) == (0.0, 0.5)
