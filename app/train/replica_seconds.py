@@ -55,9 +55,8 @@ class ReplicaSeconds:
             self._look()
 
     def _look(self) -> None:
-        replicas = self._client.status_blocking().replicas
-        with self._lock:
-            self._count(replicas, time.monotonic())
+        with self._lock:  # from the reading on: an older one that is counted later would count busy seconds twice
+            self._count(self._client.status_blocking().replicas, time.monotonic())
 
     def _count(self, replicas: Sequence[ReplicaStatus], now: float) -> None:
         passed, self._at = now - self._at, now

@@ -1,5 +1,7 @@
 """Seconds of engine replicas by the learner's own count."""
 
+import threading
+
 import pytest
 
 from tailrace.app.train.replica_seconds import ReplicaSeconds
@@ -51,3 +53,24 @@ def test_a_replica_that_starts_anew_counts_from_its_start(seconds):
     look(seconds, at + 10, a=0, b=0)
     look(seconds, at + 20, a=3_000_000, b=0)
     assert seconds._sums[1] == 3
+
+
+def test_busy_seconds_of_readings_that_overlap_count_once(seconds):
+    begun, overtaken = threading.Event(), threading.Event()
+    old, new = (Service(a=micros, b=0).status_blocking() for micros in (2_000_000, 5_000_000))
+
+    def late():
+        seconds._client.status_blocking = lambda: new
+        begun.set()
+        overtaken.wait(0.1)
+        return old
+
+    seconds._client.status_blocking = late
+    thread = threading.Thread(target=seconds._look)
+    thread.start()
+    begun.wait()
+    seconds._look()
+    overtaken.set()
+    thread.join()
+    seconds._look()
+    assert seconds._sums[1] == 4
