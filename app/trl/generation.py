@@ -61,10 +61,7 @@ class ServiceGeneration:
 
     def sync_weights(self) -> None:
         """Sends the weights. Called by the trainer before the first samples of each step, in every process."""
-        accelerator = self._trainer.accelerator
-        if not accelerator.is_main_process:
-            self._rollout.send_weights()  # its part in gathering them
-        for_all(accelerator, self._rollout.send_weights)
+        self._rollout.send_weights()
 
     def generate(self, prompts: list[list[int]], images, num_generations: int, profiler=None):
         """Returns (prompt_ids, completion_ids, logprobs, None); logprobs[sample][token] is a list of one float.

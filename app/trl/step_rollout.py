@@ -40,7 +40,7 @@ class StepRollout:
         return self._weights.version
 
     def send_weights(self) -> None:
-        """Sends the trainer's present weights to the service. Raises WeightsRejected; the old ones then stay."""
+        """Sends the trainer's present weights to the service; each process calls it. Raises as `WeightsSender.send`."""
         self._weights.send()
 
     def samples(self, prompts: list[list[int]], samples: int) -> list[list[SampleResult]]:
