@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 from pydantic import BaseModel
@@ -87,6 +89,30 @@ def test_a_folder_takes_one_run_whose_length_may_change(tmp_path):
     RunFolder(tmp_path / "run", config_of(tmp_path, SMALL.replace("3", "9")))
     with pytest.raises(BadInput, match="it holds a run with learning_rate"):
         RunFolder(tmp_path / "run", config_of(tmp_path, SMALL + "learning_rate: 0.5\n"))
+
+
+def test_a_folder_that_another_process_writes_is_refused_until_that_ends(tmp_path):
+    config, folder = config_of(tmp_path), tmp_path / "run"
+    lines = (
+        "import sys, time; from pathlib import Path; from tailrace.app.train.record.run_folder import RunFolder",
+        "from tailrace.app.train.train_config import read_train_config",
+        "RunFolder(Path(sys.argv[1]), read_train_config(Path(sys.argv[2]))); print('begun', flush=True)",
+        "time.sleep(300)",
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines), str(folder), str(tmp_path / "train.yaml")], stdout=subprocess.PIPE
+    )
+    try:
+        assert other.stdout.readline() == b"begun\n"
+        longer = config_of(tmp_path, SMALL.replace("3", "9"))
+        with pytest.raises(BadInput, match="another run writes it now") as refused:
+            RunFolder(folder, longer)
+        assert "\n" not in refused.value.message and refused.value.exit_code == 2
+        assert json.loads((folder / "config.json").read_text())["steps"] == config.steps, "nothing of it has changed"
+    finally:
+        other.kill()
+        other.communicate()
+    RunFolder(folder, longer)
 
 
 def test_a_run_of_before_there_was_an_order_continues_by_shuffle(tmp_path):

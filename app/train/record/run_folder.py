@@ -1,6 +1,8 @@
 """The folder of a run: configuration, ledger, checkpoints and rollouts."""
 
+import fcntl
 import json
+import os
 from pathlib import Path
 
 from tailrace.app.errors import BadInput
@@ -13,7 +15,7 @@ from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.sent_weights import SentWeights
 from tailrace.app.train.train_config import MAY_CHANGE, TrainConfig
 
-CONFIG, PICTURE_NAME = "config.json", "curve.png"
+CONFIG, PICTURE_NAME, LOCK = "config.json", "curve.png", "run.lock"
 LATER_KEYS = {"order": "shuffle"}
 """Keys that runs of earlier versions do not have, with the value that they ran with."""
 
@@ -22,8 +24,8 @@ FOLDERS = "checkpoints", "rollouts"
 
 
 class RunFolder:
-    """Created if absent. Raises BadInput if it holds a run of another configuration, or other files under the same
-    names.
+    """Created if absent, and locked until this process ends. Raises BadInput if it holds a run of another
+    configuration, or other files under the same names, or if another process has it.
 
     `plot`: whether the run will have a picture.
     """
@@ -35,7 +37,10 @@ class RunFolder:
         try:
             if not (self.path / CONFIG).exists():
                 self._refuse_others()
-            self._keep(config)
+            wanted = config.model_dump(mode="json")
+            self._check(wanted)
+            self._lock()
+            self._keep(wanted)
             self.picture = OutputFile(self.path / PICTURE_NAME, "--out", PICTURE) if plot else None
             for folder in (self.checkpoints, self.rollouts):
                 folder.mkdir(exist_ok=True)
@@ -55,9 +60,19 @@ class RunFolder:
             if place.exists() and not empty:
                 raise BadInput(f"--out {self.path}: {name} is there and is of no run of ours; give another folder")
 
-    def _keep(self, config: TrainConfig) -> None:
+    def _lock(self) -> None:
+        """Locks the folder for this process. Its children do not hold the lock, as they would one of `flock`, so none
+        that outlives a killed run keeps the next one out.
+        """
+        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: the process's end unlocks
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            os.close(lock)
+            raise BadInput(f"--out {self.path}: another run writes it now; wait for its end or give another") from error
+
+    def _check(self, wanted: dict) -> None:
         file = self.path / CONFIG
-        wanted = config.model_dump(mode="json")
         if file.exists():
             try:
                 before = LATER_KEYS | parse_object(file.read_bytes())
@@ -71,6 +86,9 @@ class RunFolder:
                         f"--out {self.path}: it holds a run with {key}: {before.get(key)!r}, not {wanted[key]!r}; "
                         "give another folder"
                     )
+
+    def _keep(self, wanted: dict) -> None:
+        file = self.path / CONFIG
         part = file.with_suffix(".part")
         part.write_text(json.dumps(wanted, indent=2) + "\n")
         part.replace(file)
