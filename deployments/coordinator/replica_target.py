@@ -20,7 +20,7 @@ class ReplicaTarget:
 
     def __init__(self):
         self.wanted: int | None = None
-        self._drafters = 0
+        self._drafters = self._aside = 0
         self._up, self.reason, self._at_s = 0, "", time.time()
         self._changed = asyncio.Condition()
 
@@ -28,15 +28,23 @@ class ReplicaTarget:
         self.wanted, self._drafters, self.reason = action.replicas, action.drafters, action.reason
         self._tell()
 
-    def see(self, up: int) -> None:
-        """Records the number of replicas that have joined and not left."""
+    def see(self, up: int, aside: int = 0) -> None:
+        """Records the number of replicas that have joined and not left. `aside`: number of those that are lost to the
+        core by the score of their weights, which Serve counts.
+        """
+        self._aside = aside
         if up != self._up:
             self._up = up
             self._tell()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the wanted replicas by deployment, for `record_autoscaling_stats`."""
-        return {} if self.wanted is None else {"Engine": float(self.wanted), "Drafter": float(self._drafters)}
+        """Returns the wanted replicas by deployment, for `record_autoscaling_stats`. Those that are set aside come on
+        top of the ones that stay: else Serve would stop as many that the core has not closed.
+        """
+        if self.wanted is None:
+            return {}
+        engines = max(self.wanted, min(self.wanted, self._up) + self._aside) if self.wanted else 0
+        return {"Engine": float(engines), "Drafter": float(self._drafters)}
 
     async def changes(self) -> AsyncIterator[ReplicasChanged]:
         """Yields the present state, then each change. Never ends."""

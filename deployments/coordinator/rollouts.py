@@ -262,7 +262,7 @@ class Rollouts:
         known = [(self.weights.known(report), observed_s - self.loop.began_s) for report, observed_s in dated]
         for event in self.registry.observe(known, self.loop.now(), self.weights.scores.unlike):
             self.loop.tell(event)
-        self.replica_target.see(len(self.registry.joined))
+        self.replica_target.see(len(self.registry.joined), len(self.weights.scores.unlike))
         self._runner.watch.look(reports)
         for abort in orphans(self.registry.renewed, self._runner.calls, self.core.is_running):
             self._runner.abort(abort)

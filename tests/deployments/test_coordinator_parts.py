@@ -346,6 +346,20 @@ def test_a_transfer_names_the_replica_that_failed_and_sources_that_differ():
 # ---- replicas that are wanted ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("wanted", "up", "aside", "engines"),
+    [(3, 2, 1, 3), (1, 2, 1, 2), (2, 2, 1, 3), (1, 1, 1, 2), (3, 1, 1, 3), (0, 2, 1, 0), (1, 2, 0, 1)],
+)
+def test_serve_stops_none_for_one_that_is_set_aside(wanted, up, aside, engines):
+    async def story():
+        target = ReplicaTarget()
+        target.want(SetReplicas(wanted, "the tail"))
+        target.see(up, aside)
+        assert (target.metrics()["Engine"], target.wanted) == (engines, wanted)
+
+    asyncio.run(story())
+
+
 def test_a_follower_hears_the_present_number_of_replicas_first_and_each_change_once():
     async def story():
         target = ReplicaTarget()

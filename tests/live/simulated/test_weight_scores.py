@@ -100,3 +100,19 @@ def test_a_wake_up_scores_again(play, stale):
         await told(cluster, client, f"{sick} is set aside: ")
 
     play(story, replicas=3)
+
+
+def test_a_shrinking_batch_gives_back_none_that_runs_in_place_of_one_that_is_set_aside(play, stale):
+    async def story(cluster, client):
+        cluster.disk.folders |= {"one": "one"}
+        oldest, middle, newest = list(cluster.replicas)
+        stale[id(cluster.replicas[oldest].stepper.weights)] = "start"
+        assert set((await client.update_weights(1, "one")).set_aside) == {oldest}
+        await whole(client, BATCH)
+        while newest in cluster.replicas:
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(30.0)
+        assert list(cluster.replicas) == [oldest, middle], "Serve counts the one that is set aside"
+        assert [one.replica_id for one in (await client.status()).replicas] == [middle]
+
+    play(story, replicas=3, limits=(1, 3), policies={"tail": {"type": "release", "after_s": 0.0}})
