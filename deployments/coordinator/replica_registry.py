@@ -92,6 +92,7 @@ class ReplicaRegistry:
                 weights_version=report.weights_version,
                 node_id=report.node_id,
                 methods=report.methods,
+                started_at=report.started_at,
             )
             events.append(joined)
         if renewed and report.performance is not None:

@@ -17,7 +17,7 @@ from tailrace.policies.protocol.views import ReplicaView
 class _ReplicaRow:
     __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry",
                  "free_blocks", "held", "kept", "max_running", "methods", "node_id", "performance",
-                 "version")  # fmt: skip
+                 "started_at", "version")  # fmt: skip
 
 
 class ReadOnlyReplicas:
@@ -59,6 +59,7 @@ class ReplicaTable:
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
             replica.node_id, replica.performance, replica.closing = event.node_id, None, False
             replica.aside, replica.kept, replica.held = "", None, {}
+            replica.started_at = event.started_at
             self.total_tokens += event.kv_capacity_blocks * event.block_tokens
             self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
@@ -109,7 +110,8 @@ class ReplicaTable:
 
     def stop_order(self) -> list[str]:
         """Returns the ids in the order in which Serve stops replicas."""
-        return stop_order({replica_id: replica.node_id for replica_id, replica in self._replicas.items()})
+        oldest = sorted(self._replicas.items(), key=lambda one: one[1].started_at)  # one that is back is no newer
+        return stop_order({replica_id: replica.node_id for replica_id, replica in oldest})
 
     def measure(self, event: ReplicaMeasured) -> None:
         """Records a replica's performance, unless a newer one is known (law 8). Raises IllegalEvent if it is

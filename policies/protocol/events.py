@@ -200,7 +200,8 @@ class ReplicaJoined:
     """A replica is ready under `weights_version`. Sent again when the version or `methods` has changed.
 
     Replicas of one `node_id` share that node's part of the KV pool. `methods`: draft methods available on the replica;
-    the first is the default. Empty if the method cannot be selected per chunk.
+    the first is the default. Empty if the method cannot be selected per chunk. `started_at`: unix seconds; Serve stops
+    the newest first.
     """
 
     now: float
@@ -212,6 +213,7 @@ class ReplicaJoined:
     weights_version: int
     node_id: str = ""
     methods: tuple[str, ...] = ()
+    started_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

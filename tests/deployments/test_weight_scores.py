@@ -12,6 +12,8 @@ from tailrace.deployments.coordinator.weight_scores import WeightScores
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.rollout import Rejected
 from tailrace.deployments.messages.scores import BROKEN, SCORED, TOLERANCE, apart
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicaJoined, ReplicaLeft
 
 SOUND = tuple(-1.0 - place / 8 for place in range(len(SCORED) - 1))
@@ -167,3 +169,12 @@ def test_a_score_of_another_form_is_refused(score):
         assert refused.reason.startswith(f"score is {score}; give 31 logprobs")
 
     run(scenario)
+
+
+def test_a_replica_that_is_used_again_is_no_newer_than_serve_knows_it():
+    registry, core = ReplicaRegistry(), RolloutCore(Policies())
+    both = [replace(report(name), started_at=started_at) for name, started_at in (("old", 1.0), ("new", 2.0))]
+    for now, aside in ((1.0, {}), (10.0, {"old": "its score differs"}), (20.0, {})):
+        for event in registry.observe([(one, now) for one in both], now, aside):
+            core.observe(event)
+    assert core.replicas.stop_order() == ["new", "old"]
