@@ -60,6 +60,9 @@ def _ticks(pid: int) -> dict[int, int]:
     """Returns the CPU time of each thread, in clock ticks: fields 14 and 15 of /proc/PID/task/TID/stat."""
     ticks = {}
     for folder in Path(f"/proc/{pid}/task").iterdir():
-        fields = (folder / "stat").read_text().rpartition(") ")[2].split()
+        try:
+            fields = (folder / "stat").read_text().rpartition(") ")[2].split()
+        except OSError:  # the thread has ended since
+            continue
         ticks[int(folder.name)] = int(fields[11]) + int(fields[12])
     return ticks

@@ -31,6 +31,7 @@ from tailrace.lab.verification import (
     chaos,
     disturbances,
     finished,
+    frozen_thread,
     leftovers,
     restarted_head,
     tokens,
@@ -39,7 +40,7 @@ from tailrace.lab.verification import (
 )
 from tailrace.lab.verification.adapters import TENSORS, make_adapter
 from tailrace.lab.verification.closeness import sentences
-from tailrace.lab.verification.frozen_thread import processes_titled
+from tailrace.lab.verification.frozen_thread import busiest_thread, processes_titled
 from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
 from tailrace.lab.verification.services import Service
 from tailrace.lab.verification.tokens import TOLERANCE, certificate, compare, corrupt
@@ -377,6 +378,14 @@ def test_a_step_is_frozen_in_an_engine_of_this_process_alone():
         finally:
             ours.kill()
             os.kill(int(by_another.stdout), signal.SIGKILL)
+
+
+def test_a_thread_that_ends_between_the_listing_and_the_read_is_left_out(monkeypatch):
+    listed = frozen_thread.Path.iterdir
+    monkeypatch.setattr(frozen_thread, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(frozen_thread.Path, "iterdir", lambda folder: [folder / "0", *listed(folder)])
+    pid, thread, _ = busiest_thread(os.getpid())
+    assert pid == os.getpid() and thread != 0
 
 
 KILLED_DRIVER = "killed a driver with 2 samples running"
