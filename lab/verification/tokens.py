@@ -156,7 +156,7 @@ def roll_all(
 
 def line(done: dict) -> str:
     note = f", {done['note']}" if done["note"] else ""
-    return f"{summarise(done['groups'])['tokens']} tokens, {done['pulled_tokens']} pulled{note}"
+    return f"{summarise(done['groups']).get('tokens', 0)} tokens, {done['pulled_tokens']} pulled{note}"
 
 
 def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
@@ -302,4 +302,4 @@ def figures_of(done: dict) -> dict:
     }
     of_run = {key: done[key] for key in ("seconds", "pulled_tokens", "corrupt_blocks", "races", "note")}
     of_run |= {"close_calls": close_calls_of(done["groups"]), **redraws_of(work_in(done))}
-    return {key: summary[key] for key in kept} | more | done.get("counts", {}) | of_run
+    return {key: summary.get(key, 0) for key in kept} | more | done.get("counts", {}) | of_run

@@ -98,6 +98,14 @@ def test_a_missing_sample_is_a_difference():
     assert compare(groups, fewer)["first_difference"]["what"] == "missing"
 
 
+def test_a_run_without_a_group_is_one_whose_samples_are_missing():
+    nothing = done([])
+    assert tokens.line(nothing) == "0 tokens, 0 pulled"
+    found = certificate({"plain": done(rollout()), "chunks_of_64": nothing})
+    assert not found["holds"] and found["runs"][1]["first_difference"]["what"] == "missing"
+    assert [run["tokens"] for run in found["runs"]] == [8, 0]
+
+
 @pytest.mark.parametrize("exactness", ["bits", "law"])
 def test_a_sample_that_comes_twice_or_that_nobody_asked_for_is_a_difference(exactness):
     (group,) = rollout()
