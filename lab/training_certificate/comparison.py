@@ -13,10 +13,15 @@ def first_difference(expected: Sequence[LedgerRow], got: Sequence[LedgerRow]) ->
     """Returns the first step and field that differ, or None."""
     for wanted, found in zip(expected, got, strict=False):
         for name in COMPARED:
-            if getattr(wanted, name) != getattr(found, name):
+            if not _equal(getattr(wanted, name), getattr(found, name)):
                 values = {"expected": getattr(wanted, name), "got": getattr(found, name)}
                 return {"step": wanted.step, "field": name, **values}
     if len(expected) != len(got):
         counts = {"expected": len(expected), "got": len(got)}
         return {"step": min(counts.values()) + 1, "field": "steps", **counts}
     return None
+
+
+def _equal(one: float | str, other: float | str) -> bool:
+    """Returns whether two values are equal, or both NaN."""
+    return one == other or str(one) == str(other) == "nan"

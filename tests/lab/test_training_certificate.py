@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.app.errors import Failed
+from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.lab.training_certificate import driver
+from tailrace.lab.training_certificate.comparison import first_difference
 from tailrace.lab.training_certificate.runs import training
 
 
@@ -39,3 +41,15 @@ def test_a_driver_that_fails_by_itself_is_told(monkeypatch, tmp_path, kill_after
 def test_a_driver_that_ended_was_not_killed(monkeypatch, tmp_path):
     assert not driven(monkeypatch, tmp_path, ends, 3).was_killed
     assert driven(monkeypatch, tmp_path, hangs, 0).was_killed
+
+
+def row(loss: float, grad_norm: float) -> LedgerRow:
+    values = {"reward_mean": 0.5, "reward_std": 0.1, "loss": loss, "grad_norm": grad_norm, "weights_checksum": "a"}
+    return LedgerRow.model_construct(step=1, **values)
+
+
+def test_a_loss_that_is_no_number_in_both_runs_is_no_difference():
+    nan = float("nan")
+    assert first_difference([row(nan, 1.0)], [row(float("nan"), 1.0)]) is None
+    assert first_difference([row(nan, 1.0)], [row(2.0, 1.0)])["field"] == "loss"
+    assert first_difference([row(2.0, 1.0)], [row(2.0, nan)])["field"] == "grad_norm"
