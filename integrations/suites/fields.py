@@ -3,7 +3,8 @@
     python integrations/suites/fields.py [--url ADDRESS --token TOKEN] [--field NAME]
 
 The reference is the installed vLLM: its request model, and the sampling parameters that it makes of it. Without an
-address the gateway is over the simulated cluster. Exit code: 0 if `fields.toml` explains each difference, 1 if not.
+address the gateway is over the simulated cluster. Exit code: 0 if `fields.toml` explains each difference, 1 if not,
+2 for bad input.
 """
 
 import argparse
@@ -48,12 +49,15 @@ class Difference(NamedTuple):
 
 
 class Route(NamedTuple):
-    """`fields`: the varied ones. `body`: of a request with a value of one. `parse`: vLLM's own, which raises."""
+    """`fields`: all of a request. `body`: of a request with a value of one. `parse`: vLLM's own, which raises."""
 
     path: str
     fields: list[str]
     body: Callable[[str, Any], dict]
     parse: Callable[[dict], object]
+
+    def varied(self) -> list[str]:
+        return sorted({*self.fields} - NOT_VARIED - BY_THE_ENGINE)
 
 
 def routes() -> list[Route]:
@@ -99,7 +103,7 @@ def said_by_gateway(http, path: str, body: dict) -> str:
 def differences(http, wanted: str | None) -> Iterator[Difference | None]:
     """A difference, or None, for each request."""
     for route in routes():
-        for field in sorted({*route.fields} - NOT_VARIED - BY_THE_ENGINE):
+        for field in route.varied():
             for value in VALUES if wanted in (None, field) else ():
                 body = route.body(field, value)
                 vllm, gateway = said_by_vllm(route, body), said_by_gateway(http, route.path, body)
@@ -138,6 +142,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--token", default="", help="a token of it")
     parser.add_argument("--field", help="this one alone")
     asked = parser.parse_args(words)
+    if asked.field is not None and not any(asked.field in route.varied() for route in routes()):
+        parser.error(f"--field {asked.field}: no route has a field of this name that is varied")
     import httpx
     from schema import simulated
 

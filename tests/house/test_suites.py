@@ -184,6 +184,18 @@ def test_a_difference_without_a_reason_is_counted():
     assert "    known: the caller's" in lines and "    status 500: broken" in lines
 
 
+@pytest.mark.parametrize("name", ["no_such", "model", "max_tokens"])
+def test_a_field_that_no_route_varies_is_refused(monkeypatch, capsys, name):
+    import fields
+
+    route = fields.Route("/v1/completions", ["max_tokens", "model", "stop"], dict, dict)
+    monkeypatch.setattr(fields, "routes", lambda: [route])
+    assert route.varied() == ["stop"]
+    with pytest.raises(SystemExit) as ended:
+        fields.main(["--field", name, "--url", "http://127.0.0.1:1"])
+    assert ended.value.code == 2 and f"--field {name}: no route has" in capsys.readouterr().err
+
+
 def test_the_reasons_are_of_fields_that_the_page_of_http_has():
     known = tomllib.loads((FOLDER / "fields.toml").read_text())
     page = (ROOT / "docs/http.md").read_text()  # whose table a test holds against vLLM
