@@ -145,9 +145,15 @@ def page_of(address: str, token: str) -> str:
 
 
 def losses(said: Path) -> list[str]:
-    """What the simulated cluster lost, from its last line; empty if nothing, or if it was not used."""
-    lines = said.read_text(errors="replace").splitlines() if said.exists() else []
-    found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+    """What the simulated cluster lost, from its last line; empty if nothing, or if it was not used. Without that line
+    the cluster has failed as it stopped, and nobody knows what it lost.
+    """
+    if not said.exists():
+        return []
+    lines = said.read_text(errors="replace").splitlines() or [""]
+    if not lines[-1].startswith("{"):
+        return [f"the simulated cluster ended without its report: {lines[-1][:200]}"]
+    found = json.loads(lines[-1])
     lost = [f"engines lost: {found['engines_lost']}"] if found.get("engines_lost") else []
     return [*lost, *found.get("defects", ())]
 

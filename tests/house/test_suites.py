@@ -137,6 +137,8 @@ def test_a_run_of_schemathesis_passes_only_if_each_case_did(found, passed, words
     [
         ('started\n{"engines_lost": 0, "defects": []}\n', []),
         ('{"engines_lost": 2, "defects": ["a loop has ended"]}\n', ["engines lost: 2", "a loop has ended"]),
+        ("started\nOSError: no", ["the simulated cluster ended without its report: OSError: no"]),
+        ("", ["the simulated cluster ended without its report: "]),
     ],
 )
 def test_engines_that_a_run_lost_are_told(tmp_path, text, lost):
