@@ -115,6 +115,7 @@ def test_problems_of_other_numbers_are_the_same():
         ("", "0 lines"),
         ("top_k is wrong\nTraceback", "2 lines"),
         ("it is wrong", "names no field"),
+        ("a profile often returns with contexts, steps and textures", "names no field"),
         ("stop: \ud800", "no Unicode"),
         ("stop: " + "a" * 2_000, "characters"),
     ],

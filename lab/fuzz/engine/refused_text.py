@@ -1,11 +1,16 @@
 """Checks of a refusal's text: one line that names the field, not too long, of characters that every stream can send."""
 
+import re
+
 from tailrace.lab.fuzz.engine.fields import BATCH_FIELDS, CHUNK, GROUP, SAMPLING, SESSION_FIELDS
 
 MAX_CHARACTERS = 1_000
 FIELDS = frozenset((*SAMPLING, *GROUP, *SESSION_FIELDS, *BATCH_FIELDS, *CHUNK))
 OTHER_NAMES = "prompt", "context", "answer", "wants weights", "already running"
 """Words that name the input where no single field is at fault."""
+
+NAMES = re.compile(rf"\b({'|'.join((*FIELDS, *OTHER_NAMES))})\b")
+"""Names as whole words: `of`, `text` and `step` are parts of many others."""
 
 
 def printable(text: str) -> str:
@@ -23,6 +28,6 @@ def fault(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError:
         return f"it is no Unicode: {text[:300]!r}"
-    if not any(name in text for name in (*FIELDS, *OTHER_NAMES)):
+    if NAMES.search(text) is None:
         return f"it names no field: {text[:300]!r}"
     return None
