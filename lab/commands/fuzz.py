@@ -69,7 +69,9 @@ def command(seeds, first, kinds, always, workers, out, exactness, shorten, engin
 
 
 def _kinds(kinds: str | None, always: str) -> tuple[str, ...]:
-    """Returns the kinds of faults, oddities and worlds of a run. Raises BadInput for an unknown kind."""
+    """Returns the kinds of faults, oddities and worlds of a run, in the same order however they were given: a seed's
+    history depends on it. Raises BadInput for an unknown kind.
+    """
     from tailrace.lab.fuzz.faults import KINDS
     from tailrace.lab.fuzz.odd.plan import ODDITIES
     from tailrace.lab.fuzz.worlds.plan import ALWAYS, WORLDS
@@ -81,7 +83,7 @@ def _kinds(kinds: str | None, always: str) -> tuple[str, ...]:
         unknown = next((kind for kind in asked if kind not in choices), None)
         if unknown is not None:
             raise BadInput(f"--{option} {unknown}: known: {', '.join(choices)}")
-    return (*chosen, *(world + ALWAYS for world in worlds))
+    return (*(kind for kind in known if kind in chosen), *(world + ALWAYS for world in worlds))
 
 
 OF_SEEDS = ("seeds", "first", "kinds", "always", "workers", "out", "exactness", "shorten")

@@ -31,6 +31,7 @@ from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.suspects import Suspects
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
+from tailrace.lab.commands.fuzz import _kinds
 from tailrace.lab.fuzz import replica, stepper
 from tailrace.lab.fuzz.campaign import campaign, outcome_of, shortened
 from tailrace.lab.fuzz.cluster import SimulatedCluster
@@ -518,6 +519,13 @@ def test_the_command_reports_and_refuses_unknown_kinds():
     assert refused.exit_code == 2 and "--kinds earthquake: known: kill" in refused.output
     refused = CliRunner().invoke(main, ["fuzz", "--always", "kill"])
     assert refused.exit_code == 2 and "--always kill: known: quotas" in refused.output
+
+
+def test_the_order_of_kinds_in_the_command_changes_no_history():
+    """Both orders share a file of outcomes."""
+    one, other = _kinds("kill,silence,quotas", "lanes"), _kinds("quotas,silence,kill,kill", "lanes")
+    assert one == other == ("kill", "silence", "quotas", "lanes" + ALWAYS)
+    assert _kinds(None, "") == (*KINDS, *ODDITIES, *WORLDS), "histories of all kinds stay as they were"
 
 
 def test_every_seed_has_the_worlds_that_the_command_always_wants(monkeypatch):
