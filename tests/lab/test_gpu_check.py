@@ -194,6 +194,15 @@ def test_numbers_of_numpy_are_written_as_numbers(tmp_path):
     }
 
 
+def test_a_number_that_json_does_not_have_is_written_as_text(tmp_path):
+    results, nan = ResultLines(tmp_path), float("nan")
+    results.add("a", what="x", one=nan, many={1: [0.5, nan, -np.inf]}, other=np.array([np.nan, 1.0]))
+    strict = {"one": "NaN", "many": {"1": [0.5, "NaN", "-Infinity"]}, "other": ["NaN", 1.0]}
+    (line,) = map(json.loads, results.path.read_text().splitlines())
+    assert {name: line[name] for name in strict} == strict
+    assert figures(line) == "one NaN, many {1: [0.5, NaN, -Infinity]}, other [NaN, 1]"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

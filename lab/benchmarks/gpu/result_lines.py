@@ -33,11 +33,12 @@ class ResultLines:
 
     def add(self, step: str, **values) -> dict:
         """Appends a line, and returns it. Numbers and arrays of numpy and torch are written as JSON's, other values
-        that JSON does not know as text.
+        that JSON does not know as text; so are NaN and infinities, which strict parsers refuse.
         """
         line = {"at": round(time.time(), 1), "step": step} | values
+        strict = json.loads(json.dumps(line, default=_plain), parse_constant=str)
         with self.path.open("a") as file:
-            file.write(json.dumps(line, default=_plain) + "\n")
+            file.write(json.dumps(strict) + "\n")
             file.flush()
             os.fsync(file.fileno())
         return line
