@@ -82,6 +82,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     if only != "runs":
         update = _update(file, batch, kv_on_update, say)
         faults = update["old_kv_hit_tokens"] or update["unchecked"] or update.get("mixed")
+        faults = faults or not update.get("changed", 1)
         update["holds"] = update["identical"] or (exactness == "law" and update["samples"] > 0 and not faults)
         both = {key: result[key] and update[key] for key in ("identical", "holds")}
         result |= {"update": update} | both
@@ -183,6 +184,8 @@ def _fail_where_it_differs(result: dict) -> None:
             raise Failed(f"{mixed} samples did not end under the weights that they began with")
         if unchecked := update["unchecked"]:
             raise Failed(f"{unchecked} samples of the update could not be checked: their tokens or spans are missing")
+        if not update.get("changed", 1):
+            raise Failed("no sample has other tokens under the new weights: were they loaded?")
         at = update["first_difference"]
         where = f"; first at prompt {at['prompt_id']!r}, position {at['position']}" if at else ""
         raise Failed(

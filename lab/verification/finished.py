@@ -2,7 +2,8 @@
 
 The same requests run four times: before the update, across it, at once after it while older samples still run, and once
 all replicas hold the new weights. Samples across it must have one version and the tokens of those before; samples right
-after it one version and the tokens of the last. Called by `tailrace verify`.
+after it one version and the tokens of the last. The last must have other tokens than the first: else a load that
+changed the version alone would pass. Called by `tailrace verify`.
 """
 
 import asyncio
@@ -72,8 +73,9 @@ async def _roll(client: RolloutClient, batch: RolloutBatch, name: str, into: lis
 
 def certificate(rolls: FinishedRolls) -> dict:
     """Returns `identical`: samples were in flight at the update, none is `mixed` or `unchecked`, and all tokens are
-    those of their version alone. `unchecked`: samples that one run of two has. `flips`, `compared_tokens`: as in the
-    other update certificate.
+    those of their version alone, and `changed` is not 0. `unchecked`: samples that one run of two has. `changed`:
+    samples with other tokens after the update than before. `flips`, `compared_tokens`: as in the other update
+    certificate.
     """
     first, flipped, compared, mixed, unchecked = None, 0, 0, 0, 0
     for alone, others in ((rolls.before, rolls.across), (rolls.after, rolls.right_after)):
@@ -86,9 +88,12 @@ def certificate(rolls: FinishedRolls) -> dict:
             flipped, compared = flipped + (at is not None), compared + (len(sample.token_ids) if at is None else at + 1)
             if at is not None and first is None:
                 first = {"prompt_id": prompt_id, "sample_index": index, "position": at}
+    old, new = _samples(rolls.before), _samples(rolls.after)
+    changed = sum(old[place].token_ids != new[place].token_ids for place in old.keys() & new.keys())
     return {
-        "identical": first is None and not mixed and not unchecked and rolls.in_flight > 0,
+        "identical": first is None and not mixed and not unchecked and changed > 0 and rolls.in_flight > 0,
         "samples": rolls.in_flight,
+        "changed": changed,
         "mixed": mixed,
         "unchecked": unchecked,
         "first_difference": first,

@@ -461,14 +461,14 @@ def test_a_driver_over_a_restarted_head_that_does_not_end_well_is_ended(monkeypa
 # ---- over an update of the weights ---------------------------------------------------------------------
 
 
-def under(*versions: int) -> list[GroupResult]:
+def under(*versions: int, **changes) -> list[GroupResult]:
     """A sample whose tokens are of these weights versions, two tokens each."""
     parts = [
         Segment(weights_version=version, replica_id="r", start=2 * place, end=2 * place + 2)
         for place, version in enumerate(versions)
     ]
     (group,) = rollout()
-    sample = group.samples[0].model_copy(update={"segments": tuple(parts)})
+    sample = group.samples[0].model_copy(update={"segments": tuple(parts)} | changes)
     return [group.model_copy(update={"samples": (sample,)})]
 
 
@@ -515,10 +515,21 @@ def test_an_update_that_is_refused_under_way_says_why():
 
 @pytest.mark.parametrize("missing", ["before", "across", "right_after", "after"])
 def test_a_sample_that_one_run_of_finish_lacks_fails_the_certificate(missing):
-    rolls = finished.FinishedRolls(under(0), under(0), under(1), under(1), in_flight=1)
+    new = under(1, token_ids=(20, 21))
+    rolls = finished.FinishedRolls(under(0), under(0), new, new, in_flight=1)
     assert finished.certificate(rolls)["identical"]
     lacking = finished.certificate(rolls._replace(**{missing: []}))
     assert not lacking["identical"] and lacking["unchecked"] == 1
+
+
+@pytest.mark.parametrize("exactness", ["bits", "law"])
+def test_a_load_that_changes_the_version_alone_fails_the_command(monkeypatch, capsys, exactness):
+    rolls = finished.FinishedRolls(under(0), under(0), under(1), under(1), in_flight=1)
+    found = finished.certificate(rolls)
+    assert not found["identical"] and (found["changed"], found["flips"], found["mixed"]) == (0, 0, 0)
+    monkeypatch.setattr(verify, "_update", lambda *_: found)
+    assert command(["verify", "--only", "update", "--kv-on-update", "finish", "--exactness", exactness]) == 1
+    assert "no sample has other tokens under the new weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("exactness", ["bits", "law"])
