@@ -22,6 +22,8 @@ from tailrace.lab.benchmarks.gpu.driver import (
     NO_TIME,
     PARTLY,
     PARTLY_CODE,
+    UNLIKE,
+    UNLIKE_CODE,
     CheckStep,
     Processes,
     StepEnded,
@@ -41,6 +43,7 @@ ENDS = {
     "bad": WRITES + "sys.exit(3)",
     "hangs": WRITES + HANGS + "open(sys.argv[3], 'w').write(str(p.pid)); time.sleep(600)",
     "partly": WRITES + f"sys.exit({PARTLY_CODE})",
+    "unlike": WRITES + f"sys.exit({UNLIKE_CODE})",
     "mends": "import os, sys; sys.exit(0 if os.environ.get('MENDED') else 1)",
     "cut": WRITES + 'open(sys.argv[1], \'a\').write(\'{"step": "cut", "wh\'); sys.exit(1)',
 }
@@ -120,10 +123,12 @@ def test_a_step_is_tried_once_more_with_other_settings(run):
     assert [line["end"] for line in run.results.since(0) if "end" in line] == [FAILED, DONE, FAILED, FAILED]
 
 
-def test_a_step_with_some_of_its_figures_is_not_run_again(run):
+@pytest.mark.parametrize("how", [PARTLY, UNLIKE])
+def test_a_step_with_some_of_its_figures_is_not_run_again(run, how):
     """A second try of all of it would take the minutes of the steps after it."""
-    assert run(step("partly", second_try={"MENDED": "1"}), step("good")) == {"partly": PARTLY, "good": DONE}
-    assert [line["end"] for line in run.results.since(0) if "end" in line] == [PARTLY, DONE]
+    name = {PARTLY: "partly", UNLIKE: "unlike"}[how]
+    assert run(step(name, second_try={"MENDED": "1"}), step("good")) == {name: how, "good": DONE}
+    assert [line["end"] for line in run.results.since(0) if "end" in line] == [how, DONE]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,29 @@ def test_a_step_that_is_done_in_part_says_so(monkeypatch, tmp_path, fails, how, 
     one, place = step("one")._replace(run="one:measured"), Place(tmp_path, tmp_path, card=False, small=True)
     monkeypatch.setattr(steps, "import_module", lambda _: SimpleNamespace(measured=measured))
     assert steps.run_step(one, place).how == how
+    monkeypatch.setattr(steps.catalog, "STEPS", (one,))
+    monkeypatch.setattr(sys, "argv", ["steps", "one", place.text()])
+    assert steps.main() == code
+
+
+@pytest.mark.parametrize(
+    ("figures", "level", "how", "code"),
+    [
+        ({"unlike": 0, "returned": True}, "bits", DONE, 0),
+        ({"unlike": 2}, "bits", UNLIKE, UNLIKE_CODE),
+        ({"same_tokens": False}, "bits", UNLIKE, UNLIKE_CODE),
+        ({"changed": False}, "bits", UNLIKE, UNLIKE_CODE),
+        ({"unlike": 2}, "law", DONE, 0),
+    ],
+)
+def test_a_step_whose_tokens_differ_at_bits_ends_as_such(monkeypatch, tmp_path, figures, level, how, code):
+    def measured(measurements, level):
+        measurements.tried("again", lambda: figures)
+
+    one = step("one", settings={"level": level})._replace(run="one:measured")
+    place = Place(tmp_path, tmp_path, card=False, small=True)
+    monkeypatch.setattr(steps, "import_module", lambda _: SimpleNamespace(measured=measured))
+    assert steps.run_step(one, place) == StepEnded(how, "not the same: again" if code else "")
     monkeypatch.setattr(steps.catalog, "STEPS", (one,))
     monkeypatch.setattr(sys, "argv", ["steps", "one", place.text()])
     assert steps.main() == code
@@ -240,7 +268,9 @@ def test_files_of_others_stay_byte_for_byte(monkeypatch, capsys, tmp_path, name,
     assert path.read_text() == text and [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(("ends", "code"), [({"a": DONE, "b": NO_TIME}, 0), ({"a": DONE, "b": KILLED}, 1)])
+@pytest.mark.parametrize(
+    ("ends", "code"), [({"a": DONE, "b": NO_TIME}, 0), ({"a": DONE, "b": KILLED}, 1), ({"a": UNLIKE}, 1)]
+)
 def test_the_exit_code_and_the_json_say_how_steps_ended(monkeypatch, capsys, tmp_path, ends, code):
     monkeypatch.setattr(check, "card_name", lambda: "A card")
     monkeypatch.setattr(check, "checked", lambda *_given: ends)

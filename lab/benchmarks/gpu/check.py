@@ -132,8 +132,8 @@ def environment_of(step: CheckStep, place: Place) -> dict[str, str]:
 
 
 def main(given: list[str]) -> int:
-    """Runs the command. Returns the exit code: 0 if each step is done or had no time left, 1 if one failed or was
-    killed, or if the command was interrupted, 2 on bad input.
+    """Runs the command. Returns the exit code: 0 if each step is done or had no time left, 1 if one failed, was killed
+    or found tokens that differ at `bits`, or if the command was interrupted, 2 on bad input.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: else the running step would keep the GPU
     asked = arguments(given)

@@ -16,11 +16,14 @@ from typing import NamedTuple
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
 
 DONE, PARTLY, FAILED, KILLED, NO_TIME = "done", "done in part", "failed", "out of time", "no time left"
-"""Ends of a step. PARTLY: some of its measurements failed, and the others have their figures."""
+UNLIKE = "unlike"
+"""Ends of a step. PARTLY: some of its measurements failed, and the others have their figures. UNLIKE: by its figures
+tokens or bytes that must be the same are not.
+"""
 
 ENDS_WELL = (DONE, NO_TIME)
-PARTLY_CODE = 4
-"""Exit code of the process of a step that is done in part."""
+PARTLY_CODE, UNLIKE_CODE = 4, 5
+"""Exit codes of the process of a step that ends as PARTLY or UNLIKE."""
 
 
 class CheckStep(NamedTuple):
@@ -76,7 +79,7 @@ def drive(steps: Iterable[CheckStep], run: Run, results: ResultLines, until_s: f
         ends[step.name] = how
         reason = ", ".join(filter(None, [reason, *(f"{name}={value}" for name, value in settings.items())]))
         say(results.add(step.name, end=how, s=round(time.monotonic() - start_s, 1), reason=reason))
-        return how in (DONE, PARTLY)
+        return how in (DONE, PARTLY, UNLIKE)
 
     for step in steps:
         if not attempt(step, {}) and step.second_try:
@@ -107,6 +110,8 @@ class Processes:
             end(process)
         if code == PARTLY_CODE:
             return StepEnded(PARTLY, "some measurements failed")
+        if code == UNLIKE_CODE:
+            return StepEnded(UNLIKE, "tokens or bytes that must be the same are not")
         return StepEnded(DONE) if code == 0 else StepEnded(FAILED, f"exit code {code}")
 
     def start(self, step: CheckStep, settings: dict[str, str]) -> subprocess.Popen:

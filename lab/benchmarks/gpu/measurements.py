@@ -6,8 +6,16 @@ from collections.abc import Callable
 
 from tailrace.lab.benchmarks.gpu.place import Place
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
+from tailrace.policies.protocol.exactness import Exactness
 
 NEEDS_CARD = "needs a card"
+
+MUST_BE = {
+    "unlike": 0, "tokens_differ": 0, "held_unlike": 0, "changed": True, "returned": True, "same": True,
+    "same_tokens": True, "same_as_by_folder": True,
+}  # fmt: skip
+"""Values of figures about tokens and bytes that must be the same, or after new weights must not. `law` allows others.
+"""
 
 
 class StepEnds(Exception):
@@ -15,10 +23,14 @@ class StepEnds(Exception):
 
 
 class Measurements:
-    """`failed`: number of measurements that raised an error."""
+    """`failed`: number of measurements that raised an error. `unlike`: names of those with a figure that is not as in
+    MUST_BE, at exactness `bits`.
+    """
 
-    def __init__(self, step: str, place: Place):
+    def __init__(self, step: str, place: Place, level: Exactness = "bits"):
         self.step, self.place, self.failed = step, place, 0
+        self.unlike: list[str] = []
+        self._must_be = MUST_BE if level == "bits" else {}
         self._results = ResultLines(place.out)
 
     def say(self, what: str, **figures) -> None:
@@ -37,6 +49,8 @@ class Measurements:
             self._results.add(self.step, what=what, s=self._since(began_s), error=text)
             return False
         self._results.add(self.step, what=what, s=self._since(began_s), **found)
+        if any(found.get(name, value) != value for name, value in self._must_be.items()):
+            self.unlike.append(what)
         return True
 
     def must(self, what: str, run: Callable[[], dict]) -> None:

@@ -1,6 +1,7 @@
 """The process of one step: `python -m tailrace.lab.benchmarks.gpu.steps NAME PLACE`.
 
-The exit code is 1 if the step failed, PARTLY_CODE if only some of its measurements did.
+The exit code is 1 if the step failed, PARTLY_CODE if only some of its measurements did, UNLIKE_CODE if tokens or bytes
+differ that must be the same.
 """
 
 import os
@@ -9,7 +10,16 @@ import traceback
 from importlib import import_module
 
 from tailrace.lab.benchmarks.gpu import catalog
-from tailrace.lab.benchmarks.gpu.driver import DONE, FAILED, PARTLY, PARTLY_CODE, CheckStep, StepEnded
+from tailrace.lab.benchmarks.gpu.driver import (
+    DONE,
+    FAILED,
+    PARTLY,
+    PARTLY_CODE,
+    UNLIKE,
+    UNLIKE_CODE,
+    CheckStep,
+    StepEnded,
+)
 from tailrace.lab.benchmarks.gpu.measurements import NEEDS_CARD, Measurements, StepEnds
 from tailrace.lab.benchmarks.gpu.place import Place
 from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
@@ -18,7 +28,7 @@ from tailrace.lab.benchmarks.gpu.result_lines import ResultLines
 def run_step(step: CheckStep, place: Place) -> StepEnded:
     """Runs a step in this process. Returns how the step ended."""
     module, name = step.run.split(":")
-    measurements = Measurements(step.name, place)
+    measurements = Measurements(step.name, place, step.settings.get("level", "bits"))
     try:
         getattr(import_module(module), name)(measurements, **step.settings)
     except StepEnds as error:
@@ -26,6 +36,8 @@ def run_step(step: CheckStep, place: Place) -> StepEnded:
     except Exception as error:  # noqa: BLE001 - an error of the step is a result
         traceback.print_exc()
         return StepEnded(FAILED, f"{type(error).__name__}: {str(error)[:500]}")
+    if measurements.unlike:
+        return StepEnded(UNLIKE, f"not the same: {', '.join(measurements.unlike)}")
     return StepEnded(PARTLY, f"{measurements.failed} measurements failed") if measurements.failed else StepEnded(DONE)
 
 
@@ -43,7 +55,7 @@ def main() -> int:
     if ended.how != DONE:
         ResultLines(Place.read(place).out).add(name, what="the step", error=ended.reason)
         print(f"{name}: {ended.reason}", file=sys.stderr)
-    return {DONE: 0, PARTLY: PARTLY_CODE}.get(ended.how, 1)
+    return {DONE: 0, PARTLY: PARTLY_CODE, UNLIKE: UNLIKE_CODE}.get(ended.how, 1)
 
 
 if __name__ == "__main__":
