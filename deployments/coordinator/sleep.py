@@ -3,7 +3,8 @@
 Invariant: a sleep is a pause that `resume` does not end. Samples in flight continue after it with the next token, since
 only KV is lost. Weights come back by an ordinary load, checked against their digest, before anything starts. A replica
 that joins meanwhile is put to sleep. A new coordinator that finds more replicas asleep than awake continues the sleep.
-An update of the weights wakes the weights. Owned by `Rollouts`.
+An update of the weights wakes the weights. If a sleep and a wake-up overlap, the later call holds, and the earlier one
+is refused. Owned by `Rollouts`.
 """
 
 import asyncio
@@ -34,6 +35,8 @@ class Sleep:
         self._weights, self._admission = weights, admission
         self._asking: set[str] = set()  # replicas that are being put to sleep, or whose KV is being woken
         self._kv_asleep = False
+        self._sleeps = self._wakes = 0  # calls so far that put the service to sleep, and that wake it
+        self._pausing = 0  # sleeps that wait for their pause
         self._decided = False  # True once a call has decided whether the service sleeps
         self.problem: str | None = None  # the error of a replica that did not fall asleep
 
@@ -48,7 +51,13 @@ class Sleep:
         with all replicas awake and resumed, or if another call has woken the service meanwhile.
         """
         await self._loop.looked.wait()
-        await self._admission.pause(mode)
+        wakes, self._sleeps, self._pausing = self._wakes, self._sleeps + 1, self._pausing + 1
+        try:
+            await self._admission.pause(mode)
+        finally:
+            self._pausing -= 1
+        if self._wakes != wakes:
+            return Rejected(reason="the service was woken before it slept")
         if not self._admission.held:
             return Rejected(reason="the service was resumed before it slept")
         self._weights.asleep, self._kv_asleep, self._decided, self.problem = True, True, True, None
@@ -62,21 +71,28 @@ class Sleep:
 
     async def end(self, tags: Collection[str]) -> Rejected | None:
         """Wakes these parts; the pause ends once all parts are awake. Returns Rejected if the weights do not come
-        back.
+        back, or if another call has put the service to sleep meanwhile.
         """
         await self._loop.looked.wait()
         self._decided = True
+        self._wake()
+        sleeps, again = self._sleeps, Rejected(reason="the service was put to sleep again before it woke")
         if not self.tags:
             return None
         if WEIGHTS in tags and self._weights.asleep:
             self.wake_weights()
             loaded = await self._weights.loaded()
+            if self._sleeps != sleeps:
+                return again
             if isinstance(loaded, Rejected):
                 return loaded
         if KV_CACHE in tags and self._kv_asleep:
             asleep = [name for name, one in self._registry.reports.items() if KV_CACHE in one.asleep]
             calls = [self._engines.ask(name, WakeKv()) for name in asleep]
-            for answer in await asyncio.gather(*calls, return_exceptions=True):
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            if self._sleeps != sleeps:
+                return again
+            for answer in answers:
                 if isinstance(answer, ValueError | RuntimeError):
                     return Rejected(reason=f"the KV cache did not wake: {one_line(answer)}")
             self._kv_asleep = False
@@ -107,6 +123,12 @@ class Sleep:
         if self._kv_asleep:
             return []
         return [self._wake_kv(one.replica_id) for one in reports if KV_CACHE in one.asleep]
+
+    def _wake(self) -> None:
+        """Refuses the sleeps that are still in their pause, and ends it."""
+        self._wakes += 1
+        if self._pausing and not self.tags:
+            self._admission.resume()
 
     def _awake(self) -> list[str]:
         return [name for name, one in self._registry.reports.items() if WEIGHTS not in one.asleep]

@@ -21,7 +21,7 @@ from tailrace.deployments.coordinator.sleep import Sleep
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS, WeightsRead
+from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS, WeightsRead
 from tailrace.deployments.messages.command import ForgetAdapter, LoadAdapter, NameAdapter, WakeKv
 from tailrace.deployments.messages.errors import ChunkError
 from tailrace.deployments.messages.rollout import Rejected, SamplingParams
@@ -279,6 +279,66 @@ def test_a_new_coordinator_looks_at_its_replicas_before_it_resumes_a_service_tha
         assert (await resume).reason == "the service sleeps; wake it up" and paused.admission.held
 
     asyncio.run(story())
+
+
+class Sleeping:
+    """A service without replicas, whose sleeps wait for samples in flight, and whose loads for `load`."""
+
+    def __init__(self):
+        loop, self.paused, self.load = Loop(asyncio.Event()), Paused(in_flight=1), asyncio.Event()
+        loop.looked.set()
+        self.paused.weights.asleep, self.paused.weights.loaded = False, self.load.wait
+        registry = SimpleNamespace(reports={})
+        self.sleep = Sleep(loop, Replicas(), registry, self.paused.weights, self.paused.admission)
+
+    async def calls(self, *calls) -> list[asyncio.Task]:
+        """Returns the calls, each begun once the one before waits."""
+        begun = []
+        for call in calls:
+            begun.append(asyncio.ensure_future(call))
+            await asyncio.sleep(0)
+        return begun
+
+
+@pytest.mark.parametrize("tags", [TAGS, (KV_CACHE,)])
+def test_a_wake_up_during_the_pause_of_a_sleep_is_not_undone_by_it(tags):
+    async def story():
+        service = Sleeping()
+        slept, woken = await service.calls(service.sleep.begin("wait"), service.sleep.end(tags))
+        assert (await slept).reason == "the service was woken before it slept" and await woken is None
+        assert service.sleep.tags == () and not service.paused.admission.is_paused
+        slept, woken, again = await service.calls(
+            service.sleep.begin("wait"), service.sleep.end(tags), service.sleep.begin("keep")
+        )
+        assert (await slept).reason == "the service was woken before it slept"
+        assert await woken is None and await again is None and service.sleep.tags == TAGS
+
+    asyncio.run(asyncio.wait_for(story(), 10.0))
+
+
+def test_a_pause_after_a_sleep_was_woken_stays_a_pause():
+    async def story():
+        service = Sleeping()
+        slept, _, _ = await service.calls(
+            service.sleep.begin("wait"), service.sleep.end(TAGS), service.paused.admission.pause("keep")
+        )
+        assert (await slept).reason == "the service was woken before it slept"
+        assert service.sleep.tags == () and service.paused.admission.held
+        assert await service.sleep.end(TAGS) is None and service.paused.admission.held
+
+    asyncio.run(asyncio.wait_for(story(), 10.0))
+
+
+def test_a_sleep_that_comes_while_the_weights_wake_is_not_undone_by_the_wake_up():
+    async def story():
+        service = Sleeping()
+        assert await service.sleep.begin("keep") is None
+        woken, slept = await service.calls(service.sleep.end(TAGS), service.sleep.begin("keep"))
+        service.load.set()
+        assert (await woken).reason == "the service was put to sleep again before it woke"
+        assert await slept is None and service.sleep.tags == TAGS and service.paused.admission.held
+
+    asyncio.run(asyncio.wait_for(story(), 10.0))
 
 
 def test_replicas_that_read_other_contents_of_an_adapter_are_refused():
