@@ -3,8 +3,8 @@
 Invariant: a sleep is a pause that `resume` does not end. Samples in flight continue after it with the next token, since
 only KV is lost. Weights come back by an ordinary load, checked against their digest, before anything starts. A replica
 that joins meanwhile is put to sleep. A new coordinator that finds more replicas asleep than awake continues the sleep.
-An update of the weights wakes the weights. If a sleep and a wake-up overlap, the later call holds, and the earlier one
-is refused. Owned by `Rollouts`.
+An update of the weights wakes the weights. If a sleep and a wake-up or an update overlap, the later call holds, and the
+earlier one is refused. Owned by `Rollouts`.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Sleep:
         if not self.tags:
             return None
         if WEIGHTS in tags and self._weights.asleep:
-            self.wake_weights()
+            self._weights.asleep = False
             loaded = await self._weights.loaded()
             if self._sleeps != sleeps:
                 return again
@@ -109,7 +109,8 @@ class Sleep:
         return None
 
     def wake_weights(self) -> None:
-        """Lets replicas load the wanted weights again."""
+        """Lets replicas load the wanted weights again, for an update of them."""
+        self._wake()
         self._weights.asleep = False
 
     def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:

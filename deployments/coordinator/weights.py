@@ -251,12 +251,12 @@ class Weights:
 
     async def loaded(self) -> WeightsLoaded | Rejected:
         """Waits up to LOAD_S until every replica that reports holds the weights wanted now; or until one does, if all
-        others keep theirs for a while.
+        others keep theirs for a while. Returns Rejected once the service sleeps.
         """
         version = self.version
         try:
             async with asyncio.timeout(LOAD_S):
-                while self.version == version and not self._have_come():
+                while self.version == version and not (self.asleep or self._have_come()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -265,6 +265,8 @@ class Weights:
             return Rejected(reason=f"{reason}; call again to wait on")
         if self.version != version:
             return Rejected(reason=f"weights {version} were overtaken by {self.version}")
+        if self.asleep:
+            return Rejected(reason=f"weights {version} are accepted, but the service sleeps; call again to load them")
         replicas = tuple(sorted(self._held.keys() - self.scores.unlike.keys() - set(self._late())))
         if self.scores.unlike and not replicas:
             return Rejected(reason=f"weights {version} are loaded, but {self.scores.problem}")

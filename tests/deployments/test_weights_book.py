@@ -252,6 +252,25 @@ def test_an_overtaken_update_says_so():
     run(scenario, "a")
 
 
+def test_an_update_of_a_service_that_then_falls_asleep_is_refused_at_once_and_may_be_repeated():
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        await settle(weights, engines)
+        assert await weights.want(1, "w1") is None
+        waiting = asyncio.ensure_future(weights.loaded())
+        await asyncio.sleep(0)
+        weights.asleep = True
+        await settle(weights, engines)
+        reason = (await asyncio.wait_for(waiting, 10.0)).reason
+        assert reason == "weights 1 are accepted, but the service sleeps; call again to load them"
+        assert await weights.want(1, "w1") is None
+        weights.asleep = False
+        await settle(weights, engines)
+        assert (await weights.loaded()).replicas == ("a",)
+
+    run(scenario, "a")
+
+
 def test_a_caller_that_has_waited_for_long_is_refused_with_the_replicas_that_lack_the_weights(monkeypatch):
     monkeypatch.setattr("tailrace.deployments.coordinator.weights.LOAD_S", 0.02)
 

@@ -202,6 +202,21 @@ def test_an_update_brings_the_new_weights_to_engines_that_sleep(play):
     play(story)
 
 
+def test_an_update_during_the_pause_of_a_sleep_is_loaded_and_the_sleep_refused(play):
+    async def story(cluster, client):
+        cluster.disk.folders["one"] = "one"
+        work = await under_way(cluster, whole(client))
+        slept = asyncio.ensure_future(client.sleep("wait"))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            assert len((await client.update_weights(1, "one")).replicas) == 2
+        with pytest.raises(ValueError, match="the service was woken before it slept"):
+            await slept
+        assert asleep(cluster) == {()} and not (await client.status()).paused and await work
+
+    play(story)
+
+
 def test_a_service_whose_weights_could_not_come_back_stays_awake(play):
     async def story(cluster, client):
         cluster.disk.folders["one"] = "one"
