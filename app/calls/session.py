@@ -137,7 +137,7 @@ class RolloutSession:
 
     async def samples(self) -> AsyncIterator[SampleAnswer]:
         """Yields the answers of submitted samples as they end, until there is none left. Raises the error of a sample
-        that has no answer; another call yields the others.
+        that has no answer, and ValueError for one that `close` has ended; another call yields the others.
         """
         while self._unread:
             self._unread -= 1  # another reader may wait for the last one, too
@@ -146,6 +146,8 @@ class RolloutSession:
             except asyncio.CancelledError:
                 self._unread += 1
                 raise
+            if task.cancelled():
+                raise ValueError(f"session {self.settings.batch_id!r} was closed before a sample had ended")
             yield task.result()
 
     async def cancel(self, group: str | None = None, index: int | None = None) -> int:

@@ -173,6 +173,29 @@ def test_several_readers_of_a_session_share_its_answers_and_all_end():
     asyncio.run(scenario())
 
 
+def test_a_reader_of_a_session_that_another_task_closes_is_told_so_and_is_not_cancelled():
+    class Calls:
+        async def generate(self, settings, request):
+            await asyncio.sleep(100.0)
+
+        async def close(self, session):
+            return True
+
+    async def scenario() -> None:
+        session = RolloutSession(Calls(), BatchSettings(batch_id="s"), lambda beat: SimpleNamespace(stop=lambda: None))
+        for _ in range(2):
+            session.submit((1, 2))
+        reader = asyncio.ensure_future(anext(session.samples()))
+        await asyncio.sleep(0)
+        await session.close()
+        for reading in (reader, anext(session.samples())):
+            with pytest.raises(ValueError, match="session 's' was closed before a sample had ended"):
+                await reading
+        assert [answer async for answer in session.samples()] == []
+
+    asyncio.run(scenario())
+
+
 def test_a_driver_catches_the_built_in_errors():
     assert issubclass(Unreachable, ConnectionError) and Unreachable("there").exit_code == 2
     assert issubclass(StillDeploying, TimeoutError) and StillDeploying("now").exit_code == 1
