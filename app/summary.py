@@ -12,14 +12,15 @@ def quantile(sorted_values: Sequence[float], share: float) -> float:
     return sorted_values[max(0, ceil(len(sorted_values) * share) - 1)]
 
 
-def summarise(groups: Sequence[GroupResult]) -> dict:
+def summarise(groups: Sequence[GroupResult], arrived_s: Sequence[float] | None = None) -> dict:
     """Returns the figures. Times in seconds since the batch was submitted. tail_s: from 90 % of the samples finished to
-    all of them.
+    all of them. `arrived_s`: by the driver's clock, seconds from the submission to each group's arrival. Without them
+    the times after a lost coordinator count from the second submission.
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {"groups": 0, "samples": 0}
-    ends = sorted(sample.timings.finished_s for sample in samples)
+    ends = sorted(sample.timings.finished_s for sample in samples) if arrived_s is None else _ends(groups, arrived_s)
     tokens = sum(len(sample.token_ids) for sample in samples)
     makespan_s = ends[-1]
     per_replica: Counter = Counter()
@@ -43,6 +44,15 @@ def summarise(groups: Sequence[GroupResult]) -> dict:
         "drafted_tokens": drafted,
         "accepted_share": round(sum(s.accepted_tokens for s in samples) / drafted, 4) if drafted else None,
     }
+
+
+def _ends(groups: Sequence[GroupResult], arrived_s: Sequence[float]) -> list[float]:
+    """Returns the ends of all samples in order: the last one of a group ends when the group arrives."""
+    ends = []
+    for group, at_s in zip(groups, arrived_s, strict=True):
+        own = [sample.timings.finished_s for sample in group.samples]
+        ends += [at_s - (max(own) - one) for one in own]
+    return sorted(ends)
 
 
 def _moved(sample: SampleResult) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 import uuid
 from pathlib import Path
 
@@ -48,18 +49,20 @@ def command(prompts, out, samples, max_tokens, config, address, trace, journal, 
     journal = OutputFile.of(journal, "--journal", JOURNAL)
     results = ResultsFile(out)
     missing = results.missing(wanted, seed, step)
-    groups, spans = [], []
+    groups, arrived_s, spans = [], [], []
     if missing:
         if len(missing) < len(wanted):
             click.echo(f"{len(wanted) - len(missing)} of {len(wanted)} groups are in {out} already", err=True)
-        groups, spans = _run(file, address, missing, results, seed, step, trace is not None, journal)
+        groups, arrived_s, spans = _run(file, address, missing, results, seed, step, trace is not None, journal)
     if trace is not None:
         trace.write(json.dumps(traces_data(spans)) + "\n")
-    _report(groups, len(wanted) - len(missing), out, as_json)
+    _report(groups, arrived_s, len(wanted) - len(missing), out, as_json)
 
 
 def _run(file, address, prompts, results, seed, step, keep_trace, journal):
-    """Rolls out `prompts`. Returns the groups, and the spans of the run if they are recorded."""
+    """Rolls out `prompts`. Returns the groups, the seconds to the arrival of each, and the spans of the run if they are
+    recorded.
+    """
     from tailrace.app.calls.refused import RolloutRejected
     from tailrace.app.cluster import service
     from tailrace.deployments.messages.rollout import RolloutBatch
@@ -101,11 +104,13 @@ async def _drive(client, batch, results, journal: OutputFile | None):
     prompts = {prompt.prompt_id: prompt for prompt in batch.groups}
     progress = RolloutProgress(client, batch.batch_id, sum(prompt.samples for prompt in batch.groups))
     follower = asyncio.create_task(progress.follow())
-    groups = []
+    groups, arrived_s = [], []
     try:
         results.check_weights((await client.status()).weights_digest)
+        began_s = time.monotonic()
         async for group in client.rollout(batch):
             groups.append(group)
+            arrived_s.append(time.monotonic() - began_s)
             if not any(map(_unfinished, group.samples)):
                 results.append(group, prompts[group.prompt_id], batch.seed, batch.step)
     finally:
@@ -118,7 +123,7 @@ async def _drive(client, batch, results, journal: OutputFile | None):
         if written is None:
             click.echo("--journal: other batches were in flight all the time; nothing was written down", err=True)
     spans = await client.take_trace(batch.batch_id) if batch.keep_trace else []
-    return groups, spans
+    return groups, arrived_s, spans
 
 
 def _unfinished(sample) -> bool:
@@ -126,9 +131,10 @@ def _unfinished(sample) -> bool:
     return sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH)
 
 
-def _report(groups, already, out, as_json) -> None:
+def _report(groups, arrived_s, already, out, as_json) -> None:
     failed = [(g, s) for g in groups for s in g.samples if _unfinished(s)]
-    summary = {**summarise(groups), "already_done_groups": already, "failed_samples": len(failed), "out": str(out)}
+    summary = summarise(groups, arrived_s)
+    summary |= {"already_done_groups": already, "failed_samples": len(failed), "out": str(out)}
     if as_json:
         click.echo(json.dumps(summary))
     else:
