@@ -20,19 +20,19 @@ class BatchStreams:
 
     def __init__(self, connection: Connection, loads: OwnLoads, heartbeat: type[Heartbeat]):
         self._connection, self._loads, self._heartbeat = connection, loads, heartbeat
-        self._texts = ResultTexts(connection.ask)
+        self._texts, self.cancelled = ResultTexts(connection.ask), set()  # ids, for the next coordinator
 
     async def groups(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
         """Yields the groups of a batch as they finish, over as many streams as that takes."""
         have: list[str] = []
-        resumed = False
+        self.cancelled.discard(batch.batch_id)
         retries, driver = self._connection.retries(), uuid4().hex
         received = ReceivedGroups(lambda count: self._connection.send("renew", batch.batch_id, driver, count))
         heartbeat = self._heartbeat(received.send)
         try:
             while len(have) < len(batch.groups):
                 try:
-                    async with aclosing(self._stream(batch, driver, have, resumed)) as groups:
+                    async with aclosing(self._stream(batch, driver, have, retries.is_again)) as groups:
                         async for group in groups:
                             have.append(group.prompt_id)
                             retries.renew()
@@ -41,7 +41,6 @@ class BatchStreams:
                     if len(have) < len(batch.groups):
                         raise Interrupted(RolloutRejected("the stream ended before all groups had come"), READER_S)
                 except Interrupted as lost:
-                    resumed = True
                     await retries.wait(lost)
         finally:
             heartbeat.stop()
@@ -55,9 +54,9 @@ class BatchStreams:
         `driver`: names the call of `groups` over all its streams. `resumed`: this is not its first stream, so a batch
         that was accepted once waits for its quota.
         """
-        sent = self._loads.demanding(batch)
+        asked = self._loads.demanding(batch), driver, have, batch.batch_id in self.cancelled
         with interrupted_by_loss():
-            async with self._connection.stream("rollout", sent, driver, have) as items:
+            async with self._connection.stream("rollout", *asked) as items:
                 async for item in items:
                     if isinstance(item, Rejected):
                         raise await self._loads.error_of(item, "rollout", batch, batch.adapters, resumed)

@@ -105,6 +105,7 @@ class RolloutClient:
 
     async def cancel(self, batch_id: str) -> bool:
         """Ends a batch: its iterator yields the tokens made so far. Returns False if no such batch is in flight."""
+        self._batches.cancelled.add(batch_id)
         return await self._connection.ask("cancel", batch_id)
 
     cancel_blocking = blocking(cancel)

@@ -59,10 +59,12 @@ class Interrupted(Exception):
 
 
 class Retries:
-    """Limit of the repetition of a call: up to `resume_s` seconds since the last progress."""
+    """Limit of the repetition of a call: up to `resume_s` seconds since the last progress. `is_again`: True once it is
+    repeated.
+    """
 
     def __init__(self, resume_s: float):
-        self._resume_s = resume_s
+        self._resume_s, self.is_again = resume_s, False
         self.renew()
 
     def renew(self) -> None:
@@ -72,7 +74,7 @@ class Retries:
 
     async def wait(self, broken: Interrupted) -> None:
         """Pauses; the pauses grow. Raises the cause once the limit is exceeded."""
-        now = asyncio.get_running_loop().time()
+        now, self.is_again = asyncio.get_running_loop().time(), True
         began_s = self._since_s.setdefault(broken.for_s, now)
         if now - began_s >= broken.for_s or now - min(self._since_s.values()) >= self._resume_s:
             raise broken.cause

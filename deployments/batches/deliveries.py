@@ -159,12 +159,12 @@ class Deliveries:
         return [record for delivery in self._open.values() for record in delivery.unread()]
 
     async def read(
-        self, message: RolloutBatch, driver: str, have: Collection[str]
+        self, message: RolloutBatch, driver: str, have: Collection[str], cancelled: bool = False
     ) -> AsyncIterator[GroupResult | Rejected]:
         """Yields each group of a batch as it finishes, but for the prompt ids in `have`; or Rejected, as the last item.
 
         `driver`: the client's name. Closing the stream cancels the batch. A lost stream may be opened again for its
-        missing groups, see `Delivery`.
+        missing groups, see `Delivery`. `cancelled`: ends them at once, since a stream before was cancelled.
         """
         message = checked(RolloutBatch, message)
         if isinstance(message, Rejected):
@@ -184,7 +184,7 @@ class Deliveries:
             delivery = self._open[message.batch_id] = Delivery(message, driver, self._now())
         reader = delivery.attach(message, driver, self._now(), len(have))
         try:
-            async with aclosing(self._groups(delivery, reader, message, set(have))) as items:
+            async with aclosing(self._groups(delivery, reader, message, set(have), cancelled)) as items:
                 async for item in items:
                     yield item
         finally:
@@ -192,7 +192,7 @@ class Deliveries:
                 self._close(message.batch_id)
 
     async def _groups(
-        self, delivery: Delivery, reader: int, message: RolloutBatch, have: set[str]
+        self, delivery: Delivery, reader: int, message: RolloutBatch, have: set[str], cancelled: bool
     ) -> AsyncIterator[GroupResult | Rejected]:
         """Submits the groups that are neither made nor being made, and yields all groups that the message asks for."""
         wanted = {group.prompt_id for group in message.groups} - have
@@ -200,7 +200,7 @@ class Deliveries:
         if new:
             delivery.coming |= {group.prompt_id for group in new}
             added = message.model_copy(update={"groups": new})
-            task = asyncio.ensure_future(self._submit_for(delivery, added, delivery.cancels))
+            task = asyncio.ensure_future(self._submit_for(delivery, added, -1 if cancelled else delivery.cancels))
             self._submissions.add(task)
             task.add_done_callback(self._submissions.discard)
             await asyncio.shield(task)  # the submission may wait, and another reader may need its groups

@@ -234,6 +234,24 @@ def test_a_cancel_ends_the_submissions_before_it_and_none_after_it():
     run(scenario)
 
 
+def test_missing_groups_of_a_cancelled_batch_are_ended_when_its_next_stream_submits_them():
+    async def scenario(desk):
+        ended = []
+
+        async def submit(message, delivery, cancels):
+            ended.append(delivery.cancels != cancels)
+
+        desk.deliveries._submit = submit
+        for cancelled in (False, True):
+            stream = asyncio.ensure_future(anext(desk.deliveries.read(batch("p"), "d", (), cancelled)))
+            await settled()
+            stream.cancel()
+            await settled()
+        assert ended == [False, True]
+
+    run(scenario)
+
+
 def test_a_new_reader_has_a_whole_lease():
     async def scenario(desk):
         first = asyncio.ensure_future(anext(desk.read(batch("p"))))

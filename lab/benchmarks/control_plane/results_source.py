@@ -83,9 +83,9 @@ class ResultSource:
         self._submissions, self._ended_s, self._watch_s, self._loop = 0, 0.0, 0.0, LoopWatch()
 
     async def rollout(
-        self, role: Role, message: RolloutBatch, driver: str, have: list[str]
+        self, role: Role, message: RolloutBatch, driver: str, have: list[str], cancelled: bool = False
     ) -> AsyncIterator[GroupResult | Rejected]:
-        async with aclosing(self._deliveries.read(message, driver, have)) as items:
+        async with aclosing(self._deliveries.read(message, driver, have, cancelled)) as items:
             async for item in items:
                 yield item
 

@@ -127,14 +127,14 @@ class AccountedCoordinator:
     def __getattr__(self, name: str):
         return getattr(self._coordinator, name)
 
-    async def rollout(self, role, message, driver, have) -> AsyncIterator:
-        return self._rolled_out(role, message, driver, have)
+    async def rollout(self, role, message, driver, have, cancelled=False) -> AsyncIterator:
+        return self._rolled_out(role, message, driver, have, cancelled)
 
-    async def _rolled_out(self, role, message, driver, have) -> AsyncIterator:
+    async def _rolled_out(self, role, message, driver, have, cancelled) -> AsyncIterator:
         known = checked(RolloutBatch, message)
         named = () if isinstance(known, Rejected) else known.groups
         with self._account.of((getattr(known, "batch_id", None),), {one.prompt_id: one for one in named}) as call:
-            async with aclosing(await self._coordinator.rollout(role, message, driver, have)) as items:
+            async with aclosing(await self._coordinator.rollout(role, message, driver, have, cancelled)) as items:
                 async for item in items:
                     call.take(item)
                     yield item

@@ -239,10 +239,25 @@ def test_a_batch_goes_on_after_a_loss_without_the_groups_that_have_come():
     client = client_of(service)
     assert run(rolled(client, batch_of("p", "q", "r"))) == ["p", "q", "r"]
     asked = service.named("rollout")
-    assert [have for _, _, _, have in asked] == [["p", "q", "r"]] * 3 and len(
-        {driver for _, _, driver, _ in asked}
-    ) == 1
+    assert [have for _, _, _, have, _ in asked] == [["p", "q", "r"]] * 3 and not any(one[-1] for one in asked)
+    assert len({driver for _, _, driver, *_ in asked}) == 1
     assert all(call.cancels == 1 for call in service.calls) and service.hearts[0].stopped
+
+
+def test_a_batch_that_was_cancelled_is_asked_for_as_such_after_a_loss_and_not_once_it_begins_anew():
+    async def story():
+        service = Service(rollout=[[group("p"), Lost()], [group("q")]], cancel=[False, True])
+        client = client_of(service)
+        await client.cancel("b")  # nothing is in flight
+        groups = client.rollout(batch_of("p", "q"))
+        await anext(groups)
+        await client.cancel("b")
+        assert [one.prompt_id async for one in groups] == ["q"]
+        service.answers["rollout"] = [[group("p")]]
+        await rolled(client, batch_of("p"))
+        assert [one[-1] for one in service.named("rollout")] == [False, True, False]
+
+    run(story())
 
 
 def test_a_driver_renews_its_batch_with_the_number_of_groups_that_it_has_taken():
@@ -313,7 +328,7 @@ def test_a_service_that_was_restarted_gets_the_last_weights_again():
 
     assert run(story()) == ["p"]
     assert service.named("update_weights") == [(Role.TRAINER, 4, "folder", ""), (Role.TRAINER, 4, "folder", "d")]
-    assert [sent.min_weights_version for _, sent, _, _ in service.named("rollout")] == [4, 4]
+    assert [sent.min_weights_version for _, sent, *_ in service.named("rollout")] == [4, 4]
     service = Service(update_weights=[loaded(4)], rollout=[refusal])
     client = client_of(service)
 
@@ -361,13 +376,13 @@ def test_the_last_source_of_a_version_is_loaded_again_and_without_an_update_no_v
 
     run(story())
     assert service.named("update_weights")[2:] == [(Role.TRAINER, 4, "other", "e")]
-    assert [sent.min_weights_version for _, sent, _, _ in service.named("rollout")] == [0, 4, 4]
+    assert [sent.min_weights_version for _, sent, *_ in service.named("rollout")] == [0, 4, 4]
 
 
 def test_a_batch_may_ask_for_newer_weights_than_the_client_s():
     service = Service(rollout=[[group("p")]])
     run(rolled(client_of(service), batch_of("p", min_weights_version=7)))
-    assert [sent.min_weights_version for _, sent, _, _ in service.named("rollout")] == [7]
+    assert [sent.min_weights_version for _, sent, *_ in service.named("rollout")] == [7]
 
 
 def test_a_batch_that_asks_for_newer_weights_than_the_client_can_load_is_refused_at_once():
@@ -414,7 +429,7 @@ def test_adapters_of_this_client_are_loaded_again_where_the_service_lacks_them(h
 
     assert len(run(story())) == len(names)
     assert [name for _, name, _ in service.named("load_adapter")[1:]] == loads
-    assert [sent.min_adapter_versions for _, sent, _, _ in service.named("rollout")] == [{"poet": 2}] * 2
+    assert [sent.min_adapter_versions for _, sent, *_ in service.named("rollout")] == [{"poet": 2}] * 2
 
 
 @pytest.mark.parametrize("names", [("other",), ("poet", "other")])
@@ -489,7 +504,7 @@ def test_versions_of_adapters_that_a_batch_asks_for_may_be_higher():
             await rolled(client, adapted("poet").model_copy(update={"min_adapter_versions": versions}))
 
     run(story())
-    sent = [sent.min_adapter_versions for _, sent, _, _ in service.named("rollout")]
+    sent = [sent.min_adapter_versions for _, sent, *_ in service.named("rollout")]
     assert sent == [{"poet": 2, "other": 5}, {"poet": 9}]
 
 
@@ -514,7 +529,7 @@ def test_the_spans_of_a_batch_are_kept_where_it_says_so_and_taken_once():
 
     spans = run(story())
     assert spans[-1] == {"name": "of the service"} and len(spans) == 2
-    (sent, _) = (sent for _, sent, _, _ in service.named("rollout"))
+    (sent, _) = (sent for _, sent, *_ in service.named("rollout"))
     ((_, trace_id),) = service.named("take_spans")
     assert sent.traceparent.split("-")[1] == trace_id and len(trace_id) == 32
 
@@ -540,7 +555,7 @@ def test_a_batch_keeps_the_parent_of_its_trace():
     client = client_of(service)
     run(rolled(client, batch_of("p", traceparent=PARENT)))
     run(rolled(client, batch_of("p", traceparent=PARENT, keep_trace=True)))
-    first, second = (sent.traceparent for _, sent, _, _ in service.named("rollout"))
+    first, second = (sent.traceparent for _, sent, *_ in service.named("rollout"))
     assert first.split("-")[1] == second.split("-")[1] == "ab" * 16
 
 

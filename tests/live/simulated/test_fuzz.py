@@ -621,7 +621,7 @@ class TwoStreams:
         return self
 
     def remote(self, *args):
-        return Items(self.streams.pop(0) if len(args) == 4 and self.streams else [])
+        return Items(self.streams.pop(0) if len(args) == 5 and self.streams else [])
 
 
 class Items:

@@ -66,6 +66,18 @@ def test_a_batch_that_is_cancelled_while_it_waits_ends_as_soon_as_it_is_admitted
     play(story)
 
 
+def test_a_batch_that_was_cancelled_is_not_made_again_by_the_next_coordinator(play):
+    async def story(cluster, client):
+        work = asyncio.ensure_future(whole(client, batch("b", max_tokens=400)))
+        await until(lambda: cluster.coordinator.rollouts.status().running)
+        assert await client.cancel("b")
+        cluster.kill_coordinator()
+        (group,) = await work
+        assert {one.finish_reason for one in group.samples} == {SampleEnd.CANCELLED}
+
+    play(story)
+
+
 def test_the_tokens_of_a_batch_are_forgotten_with_its_end_and_kept_when_it_is_refused(play):
     """Its driver may come again with it, when it can run: what an earlier coordinator has made of it is needed then."""
 

@@ -158,7 +158,7 @@ class LateAnswers:
         await self.events.setdefault(version, asyncio.Event()).wait()
         return WeightsLoaded(version=version, digest="d", replicas=())
 
-    def _rollout(self, role, batch, driver, have):
+    def _rollout(self, role, batch, driver, have, cancelled):
         self.batch = batch
         raise RolloutRejected("it has been kept")
 
