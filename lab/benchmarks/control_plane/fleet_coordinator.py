@@ -80,7 +80,8 @@ class FleetPrompts(Prompts):
     """Prompts of token ids alone. There is no tokenizer, so that answers have no text."""
 
     def __init__(self):
-        self.model, self.max_model_len, self.is_multimodal, self._vocabulary = "modelled", 1 << 20, False, 1 << 20
+        self.model, self.max_model_len, self.is_multimodal = "modelled", 1 << 20, False
+        self.tokenizer_name, self._vocabulary, self._ends = "", 1 << 20, ()
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
         return ""
@@ -325,6 +326,8 @@ class FleetMeasured:
             await asyncio.sleep(SETTLED_S)
             books, ends = rollouts.books(), engines.ended - ended
             self._say(f"{books['running']} samples run, {books['waiting']} wait, {ends / SETTLED_S:.0f} chunk ends/s")
+            if driver.problems and not books["running"]:
+                raise RuntimeError(f"nothing runs: {driver.problems[0]}")
             if books["running"] >= 0.98 * full and books["waiting"] >= 0.7 * WAITING * full and ends < 1.3 * expected:
                 break
         took_s = time.monotonic() - began_s
