@@ -1,4 +1,4 @@
-"""What the coordinator of `tailrace bench fleet` takes, without its processes, which are in a test that takes longer."""
+"""The prompts of `tailrace bench fleet`; its processes are in a test that takes longer."""
 
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.lab.benchmarks.control_plane.fleet_coordinator import FleetPrompts
