@@ -21,6 +21,13 @@ class Service:
             self.closed = True
 
 
+async def shows_the_service(watcher: Watcher) -> None:
+    async with asyncio.timeout(60):
+        async for text in watcher.follow():
+            if "service" in json.loads(text)["sections"]:
+                return
+
+
 def test_a_board_that_is_opened_before_the_service_exists_shows_it_once_it_does(monkeypatch):
     monkeypatch.setattr(module, "AGAIN_S", 0.01)
     service, tries = Service(), []
@@ -33,10 +40,7 @@ def test_a_board_that_is_opened_before_the_service_exists_shows_it_once_it_does(
 
     async def story():
         watcher = Watcher(client)
-        async with asyncio.timeout(60):
-            async for text in watcher.follow():
-                if "service" in json.loads(text)["sections"]:
-                    break
+        await shows_the_service(watcher)
         watcher.end()
         await asyncio.sleep(0.05)
 
@@ -59,10 +63,7 @@ def test_a_board_goes_on_after_serve_has_cancelled_its_call(monkeypatch):
 
     async def story():
         watcher = Watcher(Replaced)
-        async with asyncio.timeout(60):
-            async for text in watcher.follow():
-                if "service" in json.loads(text)["sections"]:
-                    break
+        await shows_the_service(watcher)
         task = watcher._task
         watcher.end()
         await asyncio.wait({task})
