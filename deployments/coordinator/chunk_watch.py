@@ -105,9 +105,9 @@ def orphans(
     of those that the core no longer runs there, because their replica was silent for too long.
     """
     for report in reports:
-        ended = (chunk_id for chunk_id in report.running if not is_running(chunk_id))
-        uncalled = (chunk_id for chunk_id in report.running if chunk_id not in calls)
-        for chunk_id in dict.fromkeys((*ended, *uncalled)):
+        for chunk_id in report.running:
+            if chunk_id in calls and is_running(chunk_id):
+                continue
             yield AbortChunk(chunk_id, report.replica_id, False, "its caller is gone")
 
 

@@ -32,6 +32,7 @@ class WaitQueue:
         self._samples: dict[str, Sample] = {}
         self._lanes: dict[str, list[FitQueue]] = {}  # by waiting sample: the queues that it is in
         self._changed: dict[str, None] = {}  # homes whose room or queue has changed; an ordered set
+        self._turns: dict[Batch, tuple[int, tuple]] = {}  # key of a batch that is set apart, with its running tokens
         self._picks = 0
 
     def reveal(self, lengths: Mapping[str, int]) -> None:
@@ -54,6 +55,7 @@ class WaitQueue:
 
     def forget_batch(self, batch: Batch) -> None:
         """Forgets the queues of a batch that is over."""
+        self._turns.pop(batch, None)
         for queues in self._queues.values() if self._apart else ():
             queues.pop(batch, None)
 
@@ -154,7 +156,12 @@ class WaitQueue:
         return [queues[batch] for batch in sorted(waiting, key=self._turn)]
 
     def _turn(self, batch: Batch) -> tuple:
-        return (*self._fairness.key(batch.view()), batch.arrival)
+        """Returns the key of a batch. Of its view only the running tokens change, so that most keys are known."""
+        running_tokens, turn = self._turns.get(batch, (None, ()))
+        if running_tokens != batch.running_tokens:
+            turn = (*self._fairness.key(batch.view()), batch.arrival)
+            self._turns[batch] = batch.running_tokens, turn
+        return turn
 
     def next_up(self, home: str | None, count: int) -> list[Sample]:
         """Returns the first `count` samples bound to `home` in the order of the next decision, regardless of their

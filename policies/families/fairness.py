@@ -1,8 +1,8 @@
 """Fairness between batches in flight: whose sample runs next, if batches of several drivers wait.
 
 Contract: the core orders batches by `key`, the smallest first, and tries the next batch if no sample of one fits. A
-sample that fits therefore never waits. Within a batch the ordering decides. With one batch, all members decide the
-same.
+sample that fits therefore never waits. `key` depends on the view alone: the core keeps it until the view changes.
+Within a batch the ordering decides. With one batch, all members decide the same.
 """
 
 from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
