@@ -51,8 +51,9 @@ STEPS = (
     _ours("v1", 110, 220, 2, "V1 with graphs at `bits` (TRITON_ATTN): tokens, flips per"
           " million, ms a step and host time between passes at 8, 64, 256 samples, drafts off, missing, hitting",
           runner="v1"),
-    CheckStep("stock", 50, 150, 2, f"{ROOM}.plain:plain", "stock vLLM stepped in the same way, not batch-invariant:"
-         " the same times", {"level": "law"}, EAGER, dry=True),
+    CheckStep("stock", 50, 150, 2, f"{ROOM}.plain:plain", "stock vLLM stepped as v2_law, not batch-invariant:"
+         " the same times, without and with logprobs", {"level": "law", "runner": "v2", "ahead": True}, EAGER,
+         dry=True),
     CheckStep("stock_ships", 50, 150, 2, f"{ROOM}.plain_loop:loop", "stock vLLM as it ships: its own process,"
          " asynchronous scheduling", {"waits": False}, EAGER),
     _ours("v2_law", 80, 180, 2, "as v2 at `law`, the default on GPUs: vLLM's own kernels, steps ahead; flips counted,"
@@ -63,7 +64,7 @@ STEPS = (
     CheckStep("stock_waits", 45, 150, 3, f"{ROOM}.plain_loop:loop", "as stock_ships, without asynchronous scheduling",
          {"waits": True}, EAGER),
     CheckStep("stock_invariant", 50, 150, 3, f"{ROOM}.plain:plain", "as stock, batch-invariant: the cost of that alone",
-         {"level": "bits"}, EAGER),
+         {"level": "bits", "runner": "v2", "ahead": True}, EAGER),
     _ours("v1_law", 80, 180, 3, "as v1 at `law`", runner="v1", level="law"),
     _ours("v1_flash", 90, 200, 3, "as v1, with FlashAttention 3, which `bits` refuses: its flips, and what it saves",
           runner="v1", level="law", forced="FLASH_ATTN"),

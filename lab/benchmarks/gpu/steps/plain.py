@@ -11,10 +11,11 @@ from tailrace.lab.benchmarks.gpu.steps.engine import KV_GIB, config_of, made, vo
 from tailrace.policies.protocol.exactness import Exactness
 
 
-def inputs(place: Place, level: Exactness, shape: str = "135M"):
-    """Returns the arguments and environment variables that vLLM would get on a GPU."""
-    config = config_of(place._replace(card=True), f"a folder of {shape}", running=256, draft="off", level=level)
-    return without_our_worker(config), launch.process_settings(config, None)
+def inputs(place: Place, level: Exactness, shape: str = "135M", runner: str = "v1", ahead: bool = False):
+    """Returns the arguments and environment variables that vLLM would get on a GPU, and whether steps run ahead."""
+    sizes = {"running": 256, "draft": "off"}
+    config = config_of(place._replace(card=True), f"a folder of {shape}", level=level, runner=runner, **sizes)
+    return ahead, without_our_worker(config), launch.process_settings(config, None)
 
 
 def without_our_worker(config: EngineConfig) -> dict:
@@ -22,35 +23,43 @@ def without_our_worker(config: EngineConfig) -> dict:
     return {name: value for name, value in launch.engine_arguments(config).items() if name != "worker_cls"}
 
 
-def plain(step: Measurements, level: Exactness, shape: str = "135M") -> None:
-    """Times steps with 8, 64 and 256 samples. `level`: with `law` vLLM chooses its kernels itself."""
+def plain(step: Measurements, level: Exactness, shape: str = "135M", runner: str = "v1", ahead: bool = False) -> None:
+    """Times steps with 8, 64 and 256 samples, without logprobs and with those of the tokens, which our engine always
+    returns.
+
+    `level`: with `law` vLLM chooses its kernels itself. `runner`: its model runner. `ahead`: whether asynchronous
+    scheduling is on; on CPUs it is off.
+    """
     found: list[PlainEngine] = []
 
     def start() -> dict:
         began_s = time.perf_counter()
         model, arguments = made(step.place, shape)
         sizes = {"running": 256, "gib": KV_GIB.get(shape, 8.0)}
-        config = config_of(step.place, model, draft="off", level=level, **sizes, **arguments)
-        found.append(PlainEngine(config, vocabulary_of(step.place, shape)))
+        config = config_of(step.place, model, draft="off", level=level, runner=runner, **sizes, **arguments)
+        found.append(PlainEngine(config, vocabulary_of(step.place, shape), ahead and step.place.card))
         return {"start_s": time.perf_counter() - began_s}
 
     step.must(f"start of {shape}", start)
     for samples in step.place.of(decoding.SAMPLES, (2,)):
-        step.tried(f"{samples} samples", lambda samples=samples: decoding.timed(step, found[0], samples))
+        for logprobs, what in ((None, f"{samples} samples"), (0, f"{samples} samples, logprobs")):
+            found[0].logprobs = logprobs
+            step.tried(what, lambda samples=samples: decoding.timed(step, found[0], samples))
 
 
 class PlainEngine:
-    """Stock vLLM, and the samples that it decodes."""
+    """Stock vLLM, and the samples that it decodes. `logprobs`: vLLM's sampling parameter of new samples."""
 
-    def __init__(self, config: EngineConfig, vocabulary: int):
+    def __init__(self, config: EngineConfig, vocabulary: int, ahead: bool):
         stock = without_our_worker(config)
         arguments, launch.engine_arguments = launch.engine_arguments, lambda _config: stock
         try:
-            self.llm = launch.launch(config, 0)
+            self.llm = launch.launch(config, 0, ahead=ahead)
         finally:
             launch.engine_arguments = arguments
         self._vocabulary, self._answer_tokens = vocabulary, min(decoding.ANSWER_TOKENS, config.max_model_len // 2)
         self._begun, self._tokens, self._names = 0, 0, []
+        self.logprobs: int | None = None
 
     def begin(self, samples: int) -> None:
         from vllm import SamplingParams
@@ -59,7 +68,8 @@ class PlainEngine:
 
         self._begun += 1
         settings = {"temperature": 1.0, "max_tokens": self._answer_tokens, "ignore_eos": True, "detokenize": False}
-        params, waiting = SamplingParams(output_kind=RequestOutputKind.DELTA, **settings), set()
+        settings |= {"output_kind": RequestOutputKind.DELTA, "logprobs": self.logprobs}
+        params, waiting = SamplingParams(**settings), set()
         for number in range(samples):
             tokens = decoding.prompt(1_000_000 + 1_000 * self._begun + number // decoding.GROUP, self._vocabulary)
             name = f"{self._begun}-{number}"

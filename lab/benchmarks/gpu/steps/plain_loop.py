@@ -10,8 +10,10 @@ from tailrace.lab.benchmarks.gpu.steps.decoding import PROMPT_TOKENS, SAMPLES
 from tailrace.lab.benchmarks.gpu.steps.engine import CLOCK, EAGER, made, vocabulary_of
 
 TOKENS = 256
-ROUNDS = 2
-"""Number of rounds of each size; the first one may still compile."""
+ROUNDS = (None, None, 0)
+"""vLLM's parameter `logprobs` in the rounds of each size. The first one may still compile; the last one returns the
+logprobs of the tokens, as our engine always does.
+"""
 
 
 def inputs(place: Place, waits: bool) -> dict:
@@ -48,17 +50,19 @@ def loop(step: Measurements, waits: bool) -> None:
     step.must("start of 135M", start)
     vocabulary = vocabulary_of(step.place, "135M")
     for samples in step.place.of(SAMPLES, (2,)):
-        for turn in range(ROUNDS):
-            run = lambda samples=samples, turn=turn: _generate(step, found[0], samples, turn, vocabulary)  # noqa: E731
-            step.tried(f"{samples} samples, round {turn + 1}", run)
+        for turn, logprobs in enumerate(ROUNDS):
+            given = {"samples": samples, "turn": turn, "logprobs": logprobs, "vocabulary": vocabulary}
+            what = f"{samples} samples, round {turn + 1}" + (", logprobs" if logprobs is not None else "")
+            step.tried(what, lambda given=given: _generate(step, found[0], **given))
 
 
-def _generate(step: Measurements, llm, samples: int, turn: int, vocabulary: int) -> dict:
+def _generate(step: Measurements, llm, samples: int, turn: int, logprobs: int | None, vocabulary: int) -> dict:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     rng, tokens = np.random.default_rng((samples, turn)), step.place.of(TOKENS, 8)
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    settings = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False, "logprobs": logprobs}
+    params = SamplingParams(temperature=1.0, **settings)
     size = step.place.of(PROMPT_TOKENS, 8)
     prompts = [TokensPrompt(prompt_token_ids=rng.integers(3, vocabulary, size).tolist()) for _ in range(samples)]
     llm.collective_rpc("watch_passes")
