@@ -41,7 +41,8 @@ class StandIn:
         self.batches: list[RolloutBatch] = []
         self.digest = self.broken = ""
         self.keeps, self.logged = True, set()  # samples by their index in the group, whose tokens come from the log
-        self.publishing = Publications(lambda: self.version, self._load, asyncio.get_running_loop().create_task)
+        spawn = asyncio.get_running_loop().create_task
+        self.publishing = Publications(lambda: self.version, self._load, spawn, looked=lambda: asyncio.sleep(0))
 
     async def status(self):
         replica = SimpleNamespace(replica_id="one", observed_s=0.5, keeps_routes=self.keeps)
